@@ -90,7 +90,7 @@ SHARED = 48 * 1024
 LARGE = {  # Kernels that may exceed SHARED, because the kernels that run at the same time exceed it too.
     "_matmul_tiles_kernel", "_attention_rows_kernel", "_matmul_hopper_kernel", "_matmul_ring_kernel",
     "_prompt_attention_kernel", "_prompt_splits_kernel", "_prompt_attention_hopper_kernel", "_expand_kv_kernel",
-    "_delta_scan_kernel", "_route_kernel", "_expert_tiles_kernel", "_prompt_packed_kernel",
+    "_delta_scan_kernel", "_route_kernel", "_expert_tiles_kernel", "_expert_ring_kernel", "_prompt_packed_kernel",
 }  # fmt: skip
 # Stack bytes of a thread. Loops over tiles must not use the stack. Triton 3.9 stores part of an item's first tile, and
 # up to four numbers that are used at the end of an item. With groups of 3 and 7 heads, Triton 3.6 stores up to

@@ -19,7 +19,7 @@ from tridecode.step import compiling
 FOLDER = Path(kernels.__path__[0])
 # Kernels that are compiled only for compute capability 9.0.
 PROMPTS = {f"_{name}_kernel" for name in ("prompt_attention", "prompt_splits", "prompt_attention_hopper", "expand_kv")}
-HOPPER = {"_matmul_hopper_kernel", "_matmul_ring_kernel", *PROMPTS}
+HOPPER = {"_matmul_hopper_kernel", "_matmul_ring_kernel", "_expert_ring_kernel", *PROMPTS}
 # Kernels that only quantized models launch.
 OF_QUANTIZED = {"_dequantize_kernel", "_expert_packed_kernel", "_down_packed_kernel", "_prompt_packed_kernel"}
 KERNELS = set(re.findall(r"^def (_\w+_kernel)\(", "".join(file.read_text() for file in FOLDER.rglob("*.py")), re.M))

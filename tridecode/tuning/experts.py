@@ -8,6 +8,7 @@ from ..kernels.linear.packed import Packed
 from ..kernels.moe.arguments import ExpertSizes
 from ..kernels.moe.config import AnyRows, AnyTiles, ExpertsConfig
 from ..kernels.moe.expert_packed import PackedTilesConfig
+from ..kernels.moe.expert_ring import RING_PAIRS, RingTilesConfig, ring_supports, stage_places
 from ..kernels.moe.expert_rows import RowsConfig
 from ..kernels.moe.expert_tiles import TilesConfig
 from ..kernels.moe.expert_weight import PackedRowsConfig
@@ -18,6 +19,8 @@ MAX_UNSORTED_ROWS = 2  # Rows of the largest decode pass whose pairs are not sor
 MAX_LOGITS = 4096  # Logits of a decode pass, up to which the router computes each row separately.
 PROGRAMS = 4  # Number of programs without a GPU, because the interpreter runs one program after the other.
 FEW = 6  # Expected number of pairs of an expert, up to which a tile of 16 pairs rarely overflows.
+# Expected number of pairs of an expert, from which expert_ring is faster than expert_packed, by number type.
+RING_EXPECTED = {"int4": 1.0, "e4m3": 0.5}
 RESERVED = 2**12  # Bytes of shared memory that a program needs besides its stages.
 
 
@@ -130,8 +133,26 @@ def _packed_tiles(
     else:
         tile = 8 if expected <= 4 and all(packed) else 16  # A dense product needs tiles of at least 16 pairs.
         own = [_decode_tiles(each, tile, gpu) if each else None for each in packed]
+        gate_up, down = packed
+        if gate_up and down and tile == RING_PAIRS and gpu.capability == 90:
+            own = [_ring(gate_up, down.k, expected, gpu) or own[0], _ring(down, gate_up.k, expected, gpu) or own[1]]
     dense = _fitted(TilesConfig(tile, 64, 64, stages=3, num_warps=4, programs=2 * programs), 2, gpu, itemsize)
     return own[0] or dense, own[1] or dense
+
+
+def _ring(packed: Packed, outputs: int, expected: float, gpu: Device) -> RingTilesConfig | None:
+    """Choose the smallest number of warps whose registers hold the activations, and fill the shared memory.
+
+    None: expert_ring does not support the weight, or expert_packed is faster.
+    """
+    if not ring_supports(packed, outputs) or expected < RING_EXPECTED[packed.number_type]:
+        return None
+    warps = next((warps for warps in (2, 4) if packed.k <= 384 * warps), 8)
+    registers = 128 if warps == 8 else 168
+    fit = gpu.registers // (32 * warps * registers)
+    stage = stage_places(packed.k, packed.tile, warps) * warps * 1024
+    stages = max(2, min(8, ((gpu.shared_memory - RESERVED) // fit - RESERVED) // stage))
+    return RingTilesConfig(warps, stages, gpu.multiprocessors * fit, registers)
 
 
 def _decode_tiles(packed: Packed, block_m: int, gpu: Device) -> PackedTilesConfig:

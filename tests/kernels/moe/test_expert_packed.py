@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 from check import check_op
-from linear_product import GGUF_SCHEMES, SCHEMES, packed, width_of
+from linear_product import GGUF_SCHEMES, HOPPER, SCHEMES, packed, width_of
 from moe_util import EPS, empty_tiles, meta_of, partial_sums, random_routes
 from util import BF16_ROUNDING, CUDA, DEVICE, covering, norm_weight, poisoned, random
 
@@ -20,6 +20,7 @@ from tridecode.kernels.moe.expert_packed import (
     GATE_UP_PACKED_TILES,
     PackedTilesConfig,
 )
+from tridecode.kernels.moe.expert_ring import DOWN_RING, GATE_UP_RING, RingTilesConfig
 from tridecode.kernels.moe.expert_weight import PackedRowsConfig
 from tridecode.kernels.moe.prompt_packed import DOWN_PACKED_PROMPT, GATE_UP_PACKED_PROMPT, PackedPromptConfig
 from tridecode.kernels.moe.sort_pairs import SORT_PAIRS
@@ -35,6 +36,15 @@ MODELS = {  # These have fewer experts than the models, so that several test pro
     "Qwen3-30B-A3B": (ExpertSizes(16, 8, 768), 2048),
     "Qwen3.6-35B-A3B": (ExpertSizes(16, 8, 512, shared=True), 2048),
     "704 columns": (ExpertSizes(16, 4, 704), 2816),
+}
+RING_SIZES = {  # The last stage of a row is not full for some numbers of warps.
+    "ring, shared": (ExpertSizes(3, 2, 256, shared=True), 768),
+    "ring, wide": (ExpertSizes(2, 1, 768), 2304),
+}
+RINGS = {
+    "two warps": RingTilesConfig(2, 2, 3),
+    "four warps": RingTilesConfig(4, 3, 264, 168),
+    "eight warps": RingTilesConfig(8, 2, 7, 128),
 }
 ROWS = {
     "one warp": PackedRowsConfig(16, 1, 2),
@@ -55,13 +65,14 @@ TOLERANCE = BF16_ROUNDING + 2e-3
 ROUNDED = TOLERANCE + (5e-3 if CUDA else 8e-3)
 OPS = {
     PackedTilesConfig: (GATE_UP_PACKED_TILES, DOWN_PACKED_TILES),
+    RingTilesConfig: (GATE_UP_RING, DOWN_RING),
     PackedPromptConfig: (GATE_UP_PACKED_PROMPT, DOWN_PACKED_PROMPT),
 }
 
 
 def sizes_of(scheme: str, name: str) -> tuple[ExpertSizes, int]:
-    """Return sizes of SIZES or MODELS, with widths that the scheme can have."""
-    sizes, hidden = (SIZES | MODELS)[name]
+    """Return sizes of SIZES, RING_SIZES or MODELS, with widths that the scheme can have."""
+    sizes, hidden = (SIZES | RING_SIZES | MODELS)[name]
     return sizes._replace(intermediate=width_of(scheme, sizes.intermediate)), width_of(scheme, hidden)
 
 
@@ -107,13 +118,13 @@ def check_rows(scheme: str, name: str, rows: int, *configs: PackedRowsConfig) ->
 
 
 def check_tiles(
-    scheme: str, name: str, rows: int, prompt: bool, *configs: PackedTilesConfig | PackedPromptConfig
+    scheme: str, name: str, rows: int, prompt: bool, *configs: PackedTilesConfig | RingTilesConfig | PackedPromptConfig
 ) -> None:
     """Check both products of tiles of pairs. configs: those of gate_up and of down, or one for both."""
     config, down_config = configs[0], configs[-1]
     sizes, hidden = sizes_of(scheme, name)
     gate_up, down = weights(scheme, name)
-    gate_up_op, down_op = OPS[type(config)]
+    gate_up_op, _ = OPS[type(config)]
     routes, tiles = random_routes(rows, sizes, (2,)[: rows // 3]), empty_tiles(rows, sizes)
     SORT_PAIRS.ref(None, routes.ids, tiles, sizes, config.tile)
     x = random(rows, hidden, dtype=torch.bfloat16)
@@ -125,6 +136,7 @@ def check_tiles(
     act = random(rows, sizes.used * sizes.intermediate, dtype=torch.bfloat16, seed=3)
     out = poisoned(rows, sizes.used * hidden, dtype=torch.bfloat16 if prompt else torch.float32)
     tolerance = tolerance_of(down, down_config)
+    _, down_op = OPS[type(down_config)]
     check_op(down_op, (act, down, tiles, routes, out, sizes), dict(config=down_config), tolerance)
 
 
@@ -152,6 +164,20 @@ def test_tiles_of_several_rows_match_the_reference(scheme, name, rows, config):
     check_tiles(scheme, name, rows, False, config)
 
 
+@pytest.mark.skipif(
+    not HOPPER, reason="the kernel needs a GPU of compute capability 9.0, because Gluon has no interpreter"
+)
+@covering(
+    2,
+    scheme=["int4_groups_of_128", "int4_a_row", "e4m3", "e4m3_blocks"],
+    name=list(RING_SIZES),
+    rows=[1, 7, 40],
+    config=RINGS,
+)
+def test_rings_match_the_reference(scheme, name, rows, config):
+    check_tiles(scheme, name, rows, False, config)
+
+
 @EVERY_SCHEME
 def test_prompt_matches_the_reference(scheme):
     check_tiles(scheme, SMALL, 9, True, PROMPTS["tiles of 16"])
@@ -171,7 +197,16 @@ def test_prompts_of_many_rows_match_the_reference(scheme, name, rows, config):
 @pytest.mark.skipif(not CUDA, reason="the launch configs of a GPU, at widths for which the interpreter takes minutes")
 @covering(
     2,
-    scheme=["int4", "int4_a_row", "int8_zeros", "e4m3_blocks", "int6_over", "int8_minimums_over"],
+    scheme=[
+        "int4",
+        "int4_groups_of_128",
+        "int4_a_row",
+        "int8_zeros",
+        "e4m3",
+        "e4m3_blocks",
+        "int6_over",
+        "int8_minimums_over",
+    ],
     name=list(MODELS),
     passes=["1", "2", "7", "40", "prompt of 19", "prompt of 300"],
 )

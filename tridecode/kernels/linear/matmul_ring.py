@@ -74,14 +74,14 @@ class RingConfig(RowBlocks):
 
 
 @gluon.constexpr_function
-def _out_layout(warps, gated):
+def out_layout(warps, gated):
     """Return the layout of outputs [rows of the weight, activations]: adjacent lanes have adjacent activations."""
     return gl.BlockedLayout([1, 1], [8, 4] if gated else [16, 2], [1, warps], [0, 1])
 
 
 @gluon.constexpr_function
-def _warps_layout(warps, gated):
-    """Return the layout of the warps' sums, before `_out_layout`, in which each lane has the sums of all warps."""
+def warps_layout(warps, gated):
+    """Return the layout of the warps' sums, before `out_layout`, in which each lane has the sums of all warps."""
     return gl.BlockedLayout([warps, 1, 1], [1, 8, 4] if gated else [1, 16, 2], [1, 1, warps], [0, 1, 2])
 
 
@@ -203,7 +203,7 @@ def _share_x(C: gl.constexpr, w):
 
 
 @gluon.jit
-def _add_tile(C: gl.constexpr, w, acc, chains, words, x, zero_sums, scales, c: gl.constexpr, L: gl.constexpr):
+def add_tile(C: gl.constexpr, w, acc, chains, words, x, zero_sums, scales, c: gl.constexpr, L: gl.constexpr):
     """Multiply the warps' tiles c. Add to acc if FRESH, else to the chains; return both. See `_block_sums`."""
     to: gl.constexpr = c % 2
     if C.X_SHARED:
@@ -250,7 +250,7 @@ def _block_sums(C: gl.constexpr, w, iteration, x, zero_sums, scales, L: gl.const
                 tiles += (load_words(part, C.WARPS),)
         for i in gl.static_range(C.STAGE_TILES):
             if s * C.STAGE_TILES + i < C.TILES:
-                acc, chains = _add_tile(C, w, acc, chains, tiles[i], x, zero_sums, scales, s * C.STAGE_TILES + i, L)
+                acc, chains = add_tile(C, w, acc, chains, tiles[i], x, zero_sums, scales, s * C.STAGE_TILES + i, L)
         if C.SHARED or C.OF_BLOCK > C.STAGES:  # Another stage will be copied to the place of this one.
             fence_async_shared()  # A barrier does not wait for loads in flight.
             if C.PRODUCER:
@@ -270,8 +270,8 @@ def _multiply(C: gl.constexpr, w):
     """Run the warps that multiply."""
     o = w.outputs
     L: gl.constexpr = lanes_layout(C.WARPS)
-    OUT_L: gl.constexpr = _out_layout(C.WARPS, C.GATED)
-    WARPS_L: gl.constexpr = _warps_layout(C.WARPS, C.GATED)
+    OUT_L: gl.constexpr = out_layout(C.WARPS, C.GATED)
+    WARPS_L: gl.constexpr = warps_layout(C.WARPS, C.GATED)
     PARTIALS_L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [C.WARPS, 1], [1, 0])
     HALVES: gl.constexpr = 2 if C.GATED else 1
     FACTOR: gl.constexpr = factor(C.FORM, True)
@@ -414,24 +414,29 @@ def _matmul_ring_kernel(
         _multiply(C, w)
 
 
-def _descriptor(linear, n: int, gated: bool, warps: int) -> TensorDescriptor:
-    """Return a descriptor of the words of a weight with n rows or, if gated, with n rows in each half."""
-    length, block = linear.weight.shape[1], [warps // 2, 2, 8, WORDS.value]
-    shape, strides = [length // WORDS.value, 2, n if gated else n - 8, WORDS.value], [WORDS.value, 0, length, 1]
-    strides[1] = length * (n if gated else 8)
+def ring_descriptor(linear, apart: int, pairs: int) -> TensorDescriptor:
+    """Return a descriptor of the words of a weight: [pairs of tiles, 2, rows, 32].
+
+    Args:
+        apart: number of rows between the two rows that the second dimension selects.
+        pairs: number of pairs of tiles that are copied together.
+    """
+    rows, length = linear.weight.shape
+    shape, strides = [length // WORDS.value, 2, rows - apart, WORDS.value], [WORDS.value, length * apart, length, 1]
+    block = [pairs, 2, 8, WORDS.value]
     return TensorDescriptor(linear.weight, shape, strides, block, gl.NVMMASharedLayout(128, 32, 4))
 
 
 def matmul_ring(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=False):
     """Compute `project` for one row with any epilogue except Plain."""
     packed, (rows, N) = linear.packed, out.shape
-    if rows != 1 or packed is None or not _multiplies(packed):
+    if rows != 1 or packed is None or not multiplies(packed):
         raise ValueError(
             f"matmul_ring does not support {rows} rows with weights of the form {packed or linear.weight.dtype}"
         )
     blocks, programs = config.grid(linear.out_features)
     _matmul_ring_kernel[(programs,)](
-        meta, x, _descriptor(linear, N, isinstance(epilogue, Gated), config.num_warps), linear.scale,
+        meta, x, ring_descriptor(linear, N if isinstance(epilogue, Gated) else 8, config.num_warps // 2), linear.scale,
         **epilogue_arguments(linear, out, epilogue, 32), stride_xm=x.stride(0), rows=rows, N=N, K=linear.in_features,
         FORM=packed.number_type, GROUP=packed.group, SCALE_ROWS=packed.rows, STAGE_TILES=config.tiles,
         STAGES=config.stages, X_SHARED=config.x_shared > 0, WARPS=config.num_warps, BLOCKS=blocks, PROGRAMS=programs,
@@ -439,7 +444,7 @@ def matmul_ring(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=Fal
     )  # fmt: skip
 
 
-def _multiplies(packed) -> bool:
+def multiplies(packed) -> bool:
     """Return whether the kernel reads packed tensors of this description."""
     return packed.plain and packed.number_type in ("int4", "e4m3") and not packed.zeros and not packed.ordered
 
@@ -453,7 +458,7 @@ def _supports(case, rows, device) -> bool:
     if device.capability != 90 or rows != 1 or case.epilogue == "plain" or packed is None or case.n % 16:
         return False
     group = {"int4": 128, "e4m3": packed.k}.get(packed.number_type)
-    return _multiplies(packed) and packed.group == group and packed.k % (2 * packed.tile) == 0
+    return multiplies(packed) and packed.group == group and packed.k % (2 * packed.tile) == 0
 
 
 RING = LinearKernel(

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from ..op import Op
 from .down_packed import DOWN_PACKED_ROWS
 from .expert_packed import DOWN_PACKED_TILES, GATE_UP_PACKED_ROWS, GATE_UP_PACKED_TILES, PackedTilesConfig
+from .expert_ring import DOWN_RING, GATE_UP_RING, RingTilesConfig
 from .expert_rows import DOWN_ROWS, GATE_UP_ROWS, RowsConfig
 from .expert_tiles import DOWN_TILES, GATE_UP_TILES, TilesConfig
 from .expert_weight import PackedRowsConfig
@@ -12,7 +13,7 @@ from .prompt_packed import DOWN_PACKED_PROMPT, GATE_UP_PACKED_PROMPT, PackedProm
 from .route import RouteConfig
 
 AnyRows = RowsConfig | PackedRowsConfig
-AnyTiles = TilesConfig | PackedTilesConfig | PackedPromptConfig
+AnyTiles = TilesConfig | PackedTilesConfig | RingTilesConfig | PackedPromptConfig
 
 
 class ExpertOps(NamedTuple):
@@ -27,6 +28,7 @@ OPS: dict[type, ExpertOps] = {
     TilesConfig: ExpertOps(GATE_UP_TILES, DOWN_TILES),
     PackedRowsConfig: ExpertOps(GATE_UP_PACKED_ROWS, DOWN_PACKED_ROWS),
     PackedTilesConfig: ExpertOps(GATE_UP_PACKED_TILES, DOWN_PACKED_TILES),
+    RingTilesConfig: ExpertOps(GATE_UP_RING, DOWN_RING),
     PackedPromptConfig: ExpertOps(GATE_UP_PACKED_PROMPT, DOWN_PACKED_PROMPT),
 }
 
