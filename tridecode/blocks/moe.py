@@ -212,7 +212,7 @@ class MoE(Block):
         own, sizes, configs = state.buffers(self), self.sizes, state.experts(self, layer)
         tiles, (gate_up, down) = PairTiles(own["pairs"], own["pair_tiles"], own["tile_count"]), _loaded(layer)
         up_config, down_config = configs.tiles
-        run("sort_pairs", SORT_PAIRS, meta, routes.ids, tiles, sizes, up_config.tile)
+        run("sort_pairs", SORT_PAIRS, meta, routes.ids, tiles, sizes.stored, up_config.tile)
         run(
             "experts_gate_up", OPS[type(up_config)].gate_up, x, gate_up, tiles, routes, own["experts_act"], normed,
             sizes, config=up_config,

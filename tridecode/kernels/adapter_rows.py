@@ -1,4 +1,4 @@
-"""adapter_rows: finds the adapter of each row of a pass, and the distinct adapters of the pass."""
+"""adapter_rows: finds the adapter of each row of a pass, and the distinct adapters, and sorts the rows by adapter."""
 
 import torch
 import triton
@@ -6,6 +6,8 @@ import triton.language as tl
 
 from ..layout import CHUNK_COUNT, CHUNK_FIRST, CHUNK_SLOT, CHUNK_WIDTH, MAX_CHUNKS
 from .common import META_WIDTH, RUN, SLOT, STATUS, cdiv, next_power_of_2, options, running
+from .moe.arguments import PairTiles
+from .moe.sort_pairs import SORT_PAIRS, sort_pairs
 from .op import Op
 
 BLOCK_M = 128
@@ -71,7 +73,7 @@ def _adapter_rows_kernel(
         tl.store(listed_ptr, tl.sum(distinct.to(tl.int32), 0))
 
 
-def adapter_rows(meta, chunks, slots, numbers, listed, *, pdl=False):
+def adapter_rows(meta, chunks, slots, numbers, listed, ordered: PairTiles, adapters: int, tile: int, *, pdl=False):
     """Write the adapter of each row to numbers, and the number of distinct adapters and the adapters to listed.
 
     Args:
@@ -80,6 +82,9 @@ def adapter_rows(meta, chunks, slots, numbers, listed, *, pdl=False):
         slots: [slots] int32, the adapter of each slot.
         numbers: [rows] int32 (output). Rows of no request, and rows that do not run, have adapter 0.
         listed: [1 + ...] int32 (output). Elements after the list keep their values.
+        ordered: the rows sorted by adapter, and their tiles (output); see LinearAdapters.ordered.
+        adapters: number of adapters on the device.
+        tile: maximum number of rows of a tile.
     """
     rows, decoding, chunk_count = len(numbers), 0 if meta is None else len(meta), 0 if chunks is None else MAX_CHUNKS
     # The sum of both sizes is a power of two.
@@ -88,28 +93,33 @@ def adapter_rows(meta, chunks, slots, numbers, listed, *, pdl=False):
         slots if meta is None else meta, slots if chunks is None else chunks, slots, numbers, listed, rows, decoding,
         BLOCK_M=BLOCK_M, DECODING=size if decoding else 0, CHUNKS=chunk_count, **options(4),
     )  # fmt: skip
+    # Without pdl, because later kernels read the tiles before their wait.
+    sort_pairs(None, numbers[:, None], ordered, adapters + 1, tile)
 
 
-def adapter_rows_ref(meta, chunks, slots, numbers, listed) -> None:
+def adapter_rows_ref(meta, chunks, slots, numbers, listed, ordered: PairTiles, adapters: int, tile: int) -> None:
     """Compute `adapter_rows` in torch."""
     numbers.zero_()
-    adapters = []
+    used = []
     for row in [] if meta is None else running(meta, len(meta)):
         numbers[row] = slots[meta[row, SLOT.value]]
-        adapters.append(int(numbers[row]))
+        used.append(int(numbers[row]))
     for slot, first, count, _ in [] if chunks is None else chunks.tolist():
         if count:
             numbers[first : first + count] = slots[slot]
-            adapters.append(int(slots[slot]))
-    distinct = [number for number in dict.fromkeys(adapters) if number]
+            used.append(int(slots[slot]))
+    distinct = [number for number in dict.fromkeys(used) if number]
     listed[: 1 + len(distinct)] = torch.tensor([len(distinct), *distinct], dtype=torch.int32)
+    SORT_PAIRS.ref(None, numbers[:, None], ordered, adapters + 1, tile)
 
 
-def adapter_rows_bytes(meta, chunks, slots, numbers, listed) -> int:
-    """Return the bytes that a launch moves."""
-    return sum(tensor.nbytes for tensor in (meta, chunks, slots, numbers, listed) if tensor is not None)
+def adapter_rows_bytes(meta, chunks, slots, numbers, listed, ordered: PairTiles, adapters: int, tile: int) -> int:
+    """Return the bytes that the launches move."""
+    tensors = meta, chunks, slots, numbers, listed, *ordered
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 ADAPTER_ROWS = Op(
-    adapter_rows, adapter_rows_ref, adapter_rows_bytes, (_adapter_rows_kernel,), outputs=("numbers", "listed")
-)
+    adapter_rows, adapter_rows_ref, adapter_rows_bytes, (_adapter_rows_kernel, *SORT_PAIRS.kernels),
+    outputs=("numbers", "listed", "ordered.pairs", "ordered.tiles", "ordered.number"),
+)  # fmt: skip

@@ -21,8 +21,11 @@ from ..blocks.declarations import Linear
 from ..blocks.spec import ModelSpec
 from ..kernels.linear.adapters import MAX_PARTS, RANK_STEP, LinearAdapters
 from ..kernels.linear.shrink import MAX_SPLIT
+from ..kernels.moe.arguments import TILE_FIELDS, PairTiles
 from ..tensors import aligned, short_repr
 
+TILE = 8  # Maximum number of rows of a tile of rows with the same adapter.
+PROMPT_TILE = 16  # The same in prompt passes.
 STAGED_BYTES = 2**23  # Bytes of each of two staging buffers, through which adapters are copied to the device.
 log = logging.getLogger("tridecode")
 
@@ -31,11 +34,13 @@ class RowAdapters(NamedTuple):
     """The adapters of the rows of a pass.
 
     Args:
-        numbers, listed, y: see LinearAdapters. y has room for each linear.
+        numbers, listed, ordered, tile, y: see LinearAdapters. y has room for each linear.
     """
 
     numbers: torch.Tensor
     listed: torch.Tensor
+    ordered: PairTiles
+    tile: int
     y: torch.Tensor
 
 
@@ -94,6 +99,11 @@ class AdapterPool:
     def __len__(self) -> int:
         return len(self.weights)
 
+    def rows(self, rows: int, prompt: bool) -> tuple[object, ...]:
+        """Return the arguments of `adapter_rows` after the first two, for passes of `rows` rows."""
+        own = self.prompt if prompt else self.decode
+        return self.slots, own.numbers[:rows], own.listed, own.ordered, len(self), own.tile
+
     def linear(self, layer: int, name: str, rows: int, prompt: bool, splits: int = 1) -> LinearAdapters:
         """Return the adapters of a linear for passes of `rows` rows.
 
@@ -104,7 +114,8 @@ class AdapterPool:
         place, own = self.places[layer, name], self.prompt if prompt else self.decode
         a, b = self.weights[:, place.a : place.b], self.weights[:, place.b : place.end]
         numbers, y = own.numbers[:rows], own.y[:splits, :rows]
-        return LinearAdapters(a, b, self.ranks[place.number], numbers, own.listed, y, place.linear.k, place.ends)
+        ranks, (linear, ends) = self.ranks[place.number], (place.linear, place.ends)
+        return LinearAdapters(a, b, ranks, numbers, own.listed, own.ordered, own.tile, y, linear.k, ends)
 
     def fill(self, rank: int) -> None:
         """Fill the pool with random adapters of this rank, for benchmarks. All slots get the first adapter."""
@@ -119,10 +130,10 @@ class AdapterPool:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor by name."""
         named = {name: getattr(self, name) for name in ("weights", "ranks", "slots", "staged_ranks")}
-        rows = {"decode": self.decode, "prompt": self.prompt}
-        return named | {
-            f"{form}.{name}": tensor for form, own in rows.items() for name, tensor in own._asdict().items()
-        }
+        for form, own in ("decode", self.decode), ("prompt", self.prompt):
+            tensors = {"numbers": own.numbers, "listed": own.listed, "y": own.y} | own.ordered._asdict()
+            named |= {f"{form}.{name}": tensor for name, tensor in tensors.items()}
+        return named
 
     def copies(self, number: int, adapter: Adapter) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the copies that store an adapter under its number: (target, source in host memory), both 1-D."""
@@ -161,13 +172,14 @@ def adapter_bytes(spec: ModelSpec, dtype: torch.dtype, max_rank: int) -> int:
 
 def make_adapters(
     spec: ModelSpec, device: torch.device | str, dtype: torch.dtype, count: int, max_rank: int, slots: int, rows: int,
-    prompt_rows: int,
+    prompt_rows: int, batch_invariant: bool = False,
 ) -> AdapterPool:  # fmt: skip
     """Allocate a pool of `count` adapters.
 
     Args:
         max_rank: largest rank of an adapter, a multiple of adapters.RANK_STEP.
         rows, prompt_rows: rows of the largest decode pass and prompt pass.
+        batch_invariant: the order of the sums of a row is the same in decode and in prompt passes.
     """
     places, width = places_of(spec, max_rank)
     parts = max(len(place.linear.parts) for place in places.values())
@@ -175,17 +187,18 @@ def make_adapters(
     def integers(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
 
-    def row_adapters(rows: int, splits: int) -> RowAdapters:
+    def row_adapters(rows: int, splits: int, tile: int) -> RowAdapters:
+        ordered = PairTiles(integers(rows), integers(rows, TILE_FIELDS), integers(1))
         sums = torch.zeros(splits, rows, parts * max_rank, device=device)
-        return RowAdapters(integers(rows), integers(1 + slots), sums)
+        return RowAdapters(integers(rows), integers(1 + slots), ordered, tile, sums)
 
     return AdapterPool(
         weights=torch.zeros(count, width, dtype=dtype, device=device),
         ranks=integers(len(places), count + 1),
         slots=integers(slots),
         places=places,
-        decode=row_adapters(rows, MAX_SPLIT),
-        prompt=row_adapters(prompt_rows, 1),
+        decode=row_adapters(rows, MAX_SPLIT, PROMPT_TILE if batch_invariant else TILE),
+        prompt=row_adapters(prompt_rows, 1, PROMPT_TILE),
         staged_ranks=integers(len(places)),
     )
 

@@ -57,8 +57,7 @@ def draft(run: Run, m: DecodeModel, own: Workspace) -> None:
 def find_adapters(run: Run, m: DecodeModel) -> None:
     """List the launch that finds the adapters of the rows, if the pass has adapters."""
     if m.adapting and m.pool is not None:
-        own = m.pool.decode
-        run("adapters", ADAPTER_ROWS, m.meta, None, m.pool.slots, own.numbers[: m.rows], own.listed)
+        run("adapters", ADAPTER_ROWS, m.meta, None, *m.pool.rows(m.rows, False))
 
 
 def embed(run: Run, m: DecodeModel) -> Residual:

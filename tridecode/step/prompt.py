@@ -40,8 +40,8 @@ def read(run: Run, m: DecodeModel, rows: int, decoding: int = 0) -> None:
     state = PromptState(m, own, m.for_rows(decoding) if decoding else None, fetched)
     hosted.fetch_first(run, m, None, fetched)
     if m.adapting and m.pool is not None:
-        rows_of, meta = m.pool.prompt, m.meta[:decoding] if decoding else None
-        run("adapters", ADAPTER_ROWS, meta, own.chunks, m.pool.slots, rows_of.numbers[:rows], rows_of.listed)
+        meta = m.meta[:decoding] if decoding else None
+        run("adapters", ADAPTER_ROWS, meta, own.chunks, *m.pool.rows(rows, True))
     run("embed", EMBED_ROWS, own.chunks, m.meta, m.workspace.tokens, m.weights.embed, own.hidden, decoding)
     residual = PromptResidual(own.hidden, own.x)
     for layer, declared in zip(m.layers, m.spec.layers):

@@ -14,9 +14,7 @@ def shrink_config(k: int, rows: int, batch_invariant: bool, prompt: bool = False
         batch_invariant: the order of the sums of a row does not depend on the number of rows.
         prompt: whether the pass is a prompt pass, whose tiles of rows occupy the device.
     """
-    block_m = 16 if batch_invariant else 8
     if prompt:
-        return ShrinkConfig(steps=-(-k // COLUMNS_OF_STEP), num_warps=8, block_m=block_m)
+        return ShrinkConfig(steps=-(-k // COLUMNS_OF_STEP), num_warps=8)
     columns = COLUMNS if rows == 1 and not batch_invariant else COLUMNS_OF_ROWS
-    warps = 8 if rows > 32 or batch_invariant else 4  # Tiles of 64 rows need the registers of eight warps.
-    return ShrinkConfig(min(-(-k // columns), MAX_SPLIT), num_warps=warps, block_m=block_m)
+    return ShrinkConfig(min(-(-k // columns), MAX_SPLIT), num_warps=8 if batch_invariant else 4)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from adapters_util import make_adapters
+from adapters_util import make_adapters, unsorted
 from check import check_op
 from linear_product import EPILOGUES, GGUF_SCHEMES, TOLERANCE, Product, dense, packed
 from test_matmul_hopper import hopper_only
@@ -144,16 +144,16 @@ def test_nan_of_one_row_stays_in_the_row(form):
 
 
 @covering(
-    2, rows=[1, 3, 64, 200] if CUDA else [1, 3, 70], case=CASES, split=[1, 3], steps=[1, 2], programs=[1, 16],
+    2, rows=[1, 3, 64, 200] if CUDA else [1, 3, 70], case=CASES, split=[1, 3], steps=[1, 2], tile=[8, 16],
     dtype=[DTYPE, torch.float32],
 )  # fmt: skip
-def test_shrink_matches_the_reference(case, rows, split, steps, programs, dtype):
+def test_shrink_matches_the_reference(case, rows, split, steps, tile, dtype):
     ends, k = case.sizes["ends"], case.sizes["k"]
     if dtype == torch.float32:
         k = min(k, 1024)  # The limit of a program in a decode pass. The loop is unrolled, and fp32 compiles slowly.
-    adapters = make_adapters(ends, k, RANKS, indices(rows), dtype, split)
+    adapters = make_adapters(ends, k, RANKS, indices(rows), dtype, split, tile)
     x = random(rows, k, dtype=dtype)
-    config = ShrinkConfig(split, steps, (8 if rows > 32 else 4) if CUDA else 2, programs)
+    config = ShrinkConfig(split, steps, 4 if CUDA else 2)
     # The reference stores the whole sum as the first of the sums.
     check_op(SHRINK, (x, adapters), {"config": config}, 1e-5, views={"adapters.y": lambda y: y.sum(0)})
 
@@ -189,7 +189,8 @@ def test_rows_find_their_adapters(decoding, prompts):
     table = chunks(*prompts) if prompts else None
     numbers = torch.zeros(max([decoding, *(first + count for _, first, count in prompts)]), dtype=torch.int32)
     listed = torch.zeros(1 + len(SLOTS), dtype=torch.int32)
-    args = meta, table, slots, numbers.to(slots.device), listed.to(slots.device)
+    ordered = unsorted(len(numbers))
+    args = meta, table, slots, numbers.to(slots.device), listed.to(slots.device), ordered, max(SLOTS), 8
     launched = check_op(ADAPTER_ROWS, args, idle=False).launched
     count = int(launched["listed"][0])
     adapters = set(launched["listed"][1 : 1 + count].tolist())

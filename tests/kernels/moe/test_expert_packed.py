@@ -126,7 +126,7 @@ def check_tiles(
     gate_up, down = weights(scheme, name)
     gate_up_op, _ = OPS[type(config)]
     routes, tiles = random_routes(rows, sizes, (2,)[: rows // 3]), empty_tiles(rows, sizes)
-    SORT_PAIRS.ref(None, routes.ids, tiles, sizes, config.tile)
+    SORT_PAIRS.ref(None, routes.ids, tiles, sizes.stored, config.tile)
     x = random(rows, hidden, dtype=torch.bfloat16)
     normed = None if prompt else Normed(partial_sums(x), 3, EPS)
     act = poisoned(rows, sizes.used * sizes.intermediate, dtype=torch.bfloat16)

@@ -110,12 +110,12 @@ def test_pairs_are_sorted(sizes, hidden, rows, tile, prompt):
     without = (0, 4)[: rows // 4]
     meta = None if prompt else meta_of(rows, without)
     routes = random_routes(rows, sizes, without if prompt else ())
-    check_op(SORT_PAIRS, (meta, routes.ids, empty_tiles(rows, sizes), sizes, tile), idle=False)
+    check_op(SORT_PAIRS, (meta, routes.ids, empty_tiles(rows, sizes), sizes.stored, tile), idle=False)
 
 
 def test_idle_rows_have_no_tiles():
     sizes, tiles = ExpertSizes(6, 2, 48), empty_tiles(3, ExpertSizes(6, 2, 48))
-    SORT_PAIRS.launch(meta_of(3, (0, 1, 2)), random_routes(3, sizes).ids, tiles, sizes, 16)
+    SORT_PAIRS.launch(meta_of(3, (0, 1, 2)), random_routes(3, sizes).ids, tiles, sizes.stored, 16)
     assert tiles.number[0].item() == 0
 
 
@@ -123,7 +123,7 @@ def test_pairs_of_one_expert_fill_several_blocks():
     sizes = ExpertSizes(3, 1, 32)
     routes = random_routes(1500, sizes)
     routes.ids[routes.ids == 1] = 0
-    check_op(SORT_PAIRS, (None, routes.ids, empty_tiles(1500, sizes), sizes, 128))
+    check_op(SORT_PAIRS, (None, routes.ids, empty_tiles(1500, sizes), sizes.stored, 128))
 
 
 @EVERY_PRODUCT
@@ -159,7 +159,7 @@ def test_tiles_match_reference(sizes, hidden, dtype, rows, prompt, extra):
     without = (2,)[: rows // 3]
     routes, tiles = random_routes(rows, sizes, without), empty_tiles(rows, sizes)
     config = replace(TILES, extra_m=extra)
-    SORT_PAIRS.ref(None, routes.ids, tiles, sizes, config.tile)
+    SORT_PAIRS.ref(None, routes.ids, tiles, sizes.stored, config.tile)
     x = random(rows, hidden, dtype=dtype)
     normed = None if prompt else Normed(partial_sums(x), 3, EPS)
     linear = dense(sizes.stored * 2 * sizes.intermediate, hidden, dtype)

@@ -2,7 +2,7 @@
 
 1. adapter_rows.py writes the number of each row's adapter (`numbers`), and the distinct numbers (`listed`). Number 0
    means no adapter.
-2. shrink.py computes y = A x.
+2. shrink.py computes y = A x, for tiles of rows with the same adapter.
 3. The kernel that computes W x adds B y in its epilogue: with the functions below, or in matmul_hopper.py with those of
    gluon_adapters.py. In prompt passes, expand.py adds it to the product that torch computes.
 
@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..moe.arguments import PairTiles
 from ..triton_compat import Constants
 
 RANK_STEP = 16  # Ranks are multiples of this number, which is the depth of one instruction of the tensor cores.
@@ -43,6 +44,9 @@ class LinearAdapters(NamedTuple):
             change this linear. ranks[0] is 0, so kernels load nothing for rows without an adapter.
         numbers: int32 [rows], the number of each row's adapter; 0: none.
         listed: int32 [1 + ...], the number of distinct adapters of the rows, then their numbers.
+        ordered: the rows sorted by adapter and divided into tiles. Here a row is a pair, and its adapter is the expert.
+            Rows without an adapter come first.
+        tile: maximum number of rows of a tile.
         y: fp32 [splits, rows, ...]. A row begins with parts * rank elements. A x is the sum over the splits, each of
             which has a range of the columns of x.
         k: columns of the linear.
@@ -54,6 +58,8 @@ class LinearAdapters(NamedTuple):
     ranks: torch.Tensor
     numbers: torch.Tensor
     listed: torch.Tensor
+    ordered: PairTiles
+    tile: int
     y: torch.Tensor
     k: int
     ends: tuple[int, ...]
@@ -104,18 +110,12 @@ def adapter_arguments(adapters: LinearAdapters | None) -> dict:
     if adapters is None:
         names = "b_ptr", "ranks_ptr", "numbers_ptr", "listed_ptr", "y_ptr", "stride_b", "stride_ys", "stride_ym"
         return dict.fromkeys(names) | {"ADAPTERS": False, "A_SPLITS": 0, "A_PARTS": 0, "BEGIN_1": 0, "BEGIN_2": 0}
-    return {
-        "b_ptr": adapters.b,
-        "ranks_ptr": adapters.ranks,
-        "numbers_ptr": adapters.numbers,
-        "listed_ptr": adapters.listed,
-        "y_ptr": adapters.y,
-        "stride_b": adapters.b.stride(0),
-        "stride_ys": adapters.y.stride(0),
-        "stride_ym": adapters.y.stride(1),
-        "ADAPTERS": True,
+    return part_arguments(adapters) | {
+        "b_ptr": adapters.b, "ranks_ptr": adapters.ranks, "numbers_ptr": adapters.numbers,
+        "listed_ptr": adapters.listed, "y_ptr": adapters.y, "stride_b": adapters.b.stride(0),
+        "stride_ys": adapters.y.stride(0), "stride_ym": adapters.y.stride(1), "ADAPTERS": True,
         "A_SPLITS": len(adapters.y),
-    } | part_arguments(adapters)
+    }  # fmt: skip
 
 
 def part_arguments(adapters: LinearAdapters) -> dict:

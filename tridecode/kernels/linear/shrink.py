@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from ..common import cdiv, gdc_launch_dependents, gdc_wait, interpreted, next_power_of_2, options
+from ..common import cdiv, gdc_launch_dependents, gdc_wait, interpreted, options
+from ..moe.arguments import load_entry
 from ..op import Op
 from .adapters import R_STEP, RANK_STEP, LinearAdapters
-from .project import MAX_ROWS
 from .register_tiles import STEP_COLUMNS, operand, places
 
 MAX_SPLIT = 16  # Maximum number of programs that share the columns.
@@ -22,92 +22,87 @@ class ShrinkConfig:
         split: Number of programs that share the columns. Their sums are separate outputs.
         steps: Number of steps in which a program takes its columns. The tiles of A of one step are in flight.
         num_warps: Warps of a program, which share its columns.
-        programs: Maximum number of programs that share the adapters of a pass.
-        block_m: Minimum number of rows of a tile of activations.
     """
 
     split: int = 1
     steps: int = 1
     num_warps: int = 4
-    programs: int = 64
-    block_m: int = 8
 
 
 @triton.jit
-def _load_a(
-    a_ptr, listed_ptr, ranks_ptr, place, count, offs_n, offs_k, stride_a, K: tl.constexpr, PARTS: tl.constexpr,
-    WIDTH: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """Load tiles of A of the adapter at a place of the list. Return its number, its rank and the tiles.
+def _load_a(rows, columns, mask, K: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.constexpr):
+    """Load tiles of A.
 
-    Beyond the list the adapter is 0, and the tiles are 0.
+    Args:
+        rows: pointers to the first columns of the rows.
+        columns: columns of the first tile. Those of the next tile are WIDTH columns later.
+        mask: which rows exist.
     """
-    adapter = tl.load(listed_ptr + 1 + place, mask=place < count, other=0)
-    rank = tl.load(ranks_ptr + adapter)
-    rows = a_ptr + (adapter - 1).to(tl.int64) * stride_a + offs_n * K
-    mask = offs_n < PARTS * rank
     tiles = ()
     for c in tl.static_range(CHUNKS):
-        columns = offs_k + c * WIDTH
-        tiles += (tl.load(rows + columns, mask=mask & (columns < K), other=0.0),)  # type: ignore[assignment]
-    return adapter, rank, tiles
+        at = columns + c * WIDTH
+        tiles += (tl.load(rows + at, mask=mask & (at < K), other=0.0),)  # type: ignore[assignment]
+    return tiles
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def _shrink_kernel(
-    x_ptr, a_ptr, ranks_ptr, numbers_ptr, listed_ptr, y_ptr, stride_xm, stride_a, stride_ys, stride_ym, rows,
+    x_ptr, a_ptr, ranks_ptr, rows_ptr, tiles_ptr, count_ptr, y_ptr, stride_xm, stride_a, stride_ys, stride_ym,
     K: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, WARPS: tl.constexpr, CHUNKS: tl.constexpr,
     STEPS: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr, DOT_FP32: tl.constexpr,
 ):  # fmt: skip
     """Multiply 16 rows of A by a tile of rows of x. A warp takes every WARPS-th 32 columns of a program.
 
-    Grid: (blocks of 16 rows of A * SPLIT, programs that share the adapters, tiles of rows). The tiles of a program's
-    first adapter are in flight before `gdc_wait`. The order of the sums of a row does not depend on other rows.
+    Grid: (blocks of 16 rows of A * SPLIT, maximum number of tiles of rows). The first tiles of A are in flight before
+    `gdc_wait`. The order of the sums of a row does not depend on other rows.
 
     Args:
         x_ptr: [rows, K].
-        a_ptr, ranks_ptr, numbers_ptr, listed_ptr: see LinearAdapters.
+        a_ptr, ranks_ptr: see LinearAdapters.
+        rows_ptr, tiles_ptr, count_ptr: the rows sorted by adapter; see LinearAdapters.ordered. There is at least one
+            tile.
         y_ptr: [SPLIT, rows, ...] fp32 (output).
+        BLOCK_M: maximum number of rows of a tile.
     """
     if PDL:
         gdc_launch_dependents()
-    block, part = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT
-    first_place, programs = tl.program_id(1), tl.num_programs(1)
+    block, part, tile = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT, tl.program_id(1)
+    tile_count = tl.load(count_ptr)
+    adapter, first, count = load_entry(tiles_ptr, tl.minimum(tile, tile_count - 1))
+    rank = tl.load(ranks_ptr + adapter)
+    if (tile >= tile_count) | (block * R_STEP >= PARTS * rank):
+        if PDL:
+            if tile == 0:  # The grid ends after its predecessor, because some programs always wait.
+                gdc_wait()
+        return
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else x_ptr.dtype.element_ty
     WIDTH: tl.constexpr = WARPS * STEP_COLUMNS
-    offs_m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_r = block * R_STEP + tl.arange(0, R_STEP)
-    first_k = part * (STEPS * CHUNKS * WIDTH)
     line_n, warp_n = places(WARPS, R_STEP)
     line_m, warp_m = places(WARPS, BLOCK_M)
-    columns = first_k + tl.arange(0, STEP_COLUMNS)[None, :]
-    offs_n, offs_ak, offs_xk = block * R_STEP + line_n, columns + warp_n * STEP_COLUMNS, columns + warp_m * STEP_COLUMNS
-    numbers = tl.load(numbers_ptr + offs_m, mask=offs_m < rows, other=0)
-    count = tl.load(listed_ptr)
-    adapter, rank, tiles = _load_a(
-        a_ptr, listed_ptr, ranks_ptr, first_place, count, offs_n, offs_ak, stride_a, K, PARTS, WIDTH, CHUNKS
-    )
+    columns = part * (STEPS * CHUNKS * WIDTH) + tl.arange(0, STEP_COLUMNS)[None, :]
+    offs_ak, offs_xk = columns + warp_n * STEP_COLUMNS, columns + warp_m * STEP_COLUMNS
+    a_rows = block * R_STEP + line_n
+    mask_a = a_rows < PARTS * rank
+    a_rows = a_ptr + (adapter - 1).to(tl.int64) * stride_a + a_rows * K
+    tiles = _load_a(a_rows, offs_ak, mask_a, K, WIDTH, CHUNKS)
+    x_rows = x_ptr + tl.load(rows_ptr + first + tl.minimum(line_m, count - 1)).to(tl.int64) * stride_xm
+    offs_m = tl.arange(0, BLOCK_M)
+    rows = tl.load(rows_ptr + first + offs_m, mask=offs_m < count, other=0)
     if PDL:
         gdc_wait()
-    row = tl.minimum(tl.program_id(2) * BLOCK_M + line_m, rows - 1)
-    xs = x_ptr + row.to(tl.int64) * stride_xm + offs_xk
-    places_y = y_ptr + part * stride_ys + offs_m[None, :] * stride_ym + offs_r[:, None]
     acc = tl.zeros([WARPS, R_STEP, BLOCK_M], tl.float32)
-    for i in range((count - first_place + programs - 1) // programs * STEPS):
-        own, step = numbers == adapter, i % STEPS
-        if (block * R_STEP < PARTS * rank) & (tl.max(own.to(tl.int32), 0) > 0):
-            acc = tl.where(step == 0, 0.0, acc)
-            done = step * CHUNKS * WIDTH
-            for c in tl.static_range(CHUNKS):
-                x = tl.load(xs + done + c * WIDTH, mask=offs_xk + done + c * WIDTH < K, other=0.0)
-                x = tl.permute(operand(x, WARPS, BLOCK_M, False), (0, 2, 1)).to(TYPE)
-                acc = tl.dot(operand(tiles[c], WARPS, R_STEP, False).to(TYPE), x, acc, input_precision="ieee")
-            if step == STEPS - 1:
-                tl.store(places_y, tl.sum(acc, 0), mask=own[None, :])
-        place, next_k = first_place + (i + 1) // STEPS * programs, offs_ak + (i + 1) % STEPS * (CHUNKS * WIDTH)
-        adapter, rank, tiles = _load_a(
-            a_ptr, listed_ptr, ranks_ptr, place, count, offs_n, next_k, stride_a, K, PARTS, WIDTH, CHUNKS
-        )
+    for step in range(STEPS):
+        done = step * (CHUNKS * WIDTH)
+        for c in tl.static_range(CHUNKS):
+            at = offs_xk + done + c * WIDTH
+            x = operand(tl.load(x_rows + at, mask=at < K, other=0.0), WARPS, BLOCK_M, False)
+            a = operand(tiles[c], WARPS, R_STEP, False)
+            acc = tl.dot(a.to(TYPE), tl.permute(x, (0, 2, 1)).to(TYPE), acc, input_precision="ieee")
+        if STEPS > 1:  # After the last step this loads zeros.
+            tiles = _load_a(a_rows, offs_ak + done + CHUNKS * WIDTH, mask_a & (step < STEPS - 1), K, WIDTH, CHUNKS)
+    offs_r = block * R_STEP + tl.arange(0, R_STEP)
+    places_y = y_ptr + part * stride_ys + rows[None, :] * stride_ym + offs_r[:, None]
+    tl.store(places_y, tl.sum(acc, 0), mask=(offs_m < count)[None, :])
 
 
 def shrink(x, adapters, *, config=ShrinkConfig(), pdl=False):
@@ -119,15 +114,15 @@ def shrink(x, adapters, *, config=ShrinkConfig(), pdl=False):
     """
     assert len(adapters.y) == config.split, "y has a sum for each split"
     rows, K = x.shape
-    block_m = min(max(next_power_of_2(rows), config.block_m), MAX_ROWS)
     parts = len(adapters.ends)
     blocks = parts * adapters.max_rank // RANK_STEP
-    programs = min(config.programs, rows, len(adapters.a))
-    _shrink_kernel[(blocks * config.split, programs, cdiv(rows, block_m))](
-        x, adapters.a, adapters.ranks, adapters.numbers, adapters.listed, adapters.y, x.stride(0),
-        adapters.a.stride(0), adapters.y.stride(0), adapters.y.stride(1), rows, K=K, PARTS=parts, BLOCK_M=block_m,
-        WARPS=config.num_warps, CHUNKS=cdiv(K, config.split * config.steps * config.num_warps * STEP_COLUMNS.value),
-        STEPS=config.steps, SPLIT=config.split, PDL=pdl, DOT_FP32=interpreted(), **options(config.num_warps, pdl),
+    # Each adapter, and 0, has at most one tile that is not full.
+    tiles = min(rows, rows // adapters.tile + len(adapters.ranks))
+    _shrink_kernel[(blocks * config.split, tiles)](
+        x, adapters.a, adapters.ranks, *adapters.ordered, adapters.y, x.stride(0), adapters.a.stride(0),
+        adapters.y.stride(0), adapters.y.stride(1), K=K, PARTS=parts, BLOCK_M=adapters.tile, WARPS=config.num_warps,
+        CHUNKS=cdiv(K, config.split * config.steps * config.num_warps * STEP_COLUMNS.value), STEPS=config.steps,
+        SPLIT=config.split, PDL=pdl, DOT_FP32=interpreted(), **options(config.num_warps, pdl),
     )  # fmt: skip
 
 

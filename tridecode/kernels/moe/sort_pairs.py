@@ -6,7 +6,7 @@ import triton.language as tl
 
 from ..common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, next_power_of_2, options, running
 from ..op import Op
-from .arguments import FIELDS, TILE_FIELDS, ExpertSizes, PairTiles
+from .arguments import FIELDS, TILE_FIELDS, PairTiles
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def _sort_pairs_kernel(
         first += tl.sum(own_pairs, 0)
 
 
-def sort_pairs(meta, ids, sorted_pairs: PairTiles, sizes: ExpertSizes, tile: int, *, pdl=False):
+def sort_pairs(meta, ids, sorted_pairs: PairTiles, experts: int, tile: int, *, pdl=False):
     """Sort the pairs of all rows by expert. Pairs of one expert keep their order. Without pairs, there are 0 tiles.
 
     Args:
@@ -76,17 +76,18 @@ def sort_pairs(meta, ids, sorted_pairs: PairTiles, sizes: ExpertSizes, tile: int
             have the ids -1.
         ids: int32 [rows, used experts].
         sorted_pairs: the sorted pairs and their tiles (outputs).
+        experts: number of stored experts.
         tile: maximum number of pairs of a tile.
     """
-    pairs = ids.numel()
+    pairs, used = ids.numel(), ids.shape[1]
     warps = 4 if pairs <= 1024 else 16
-    _sort_pairs_kernel[(sizes.stored,)](
-        ids if meta is None else meta, ids, *sorted_pairs, pairs, sizes.used, meta is not None, sizes.stored,
-        next_power_of_2(sizes.stored), tile, min(next_power_of_2(pairs), 4096), pdl, **options(warps, pdl),
+    _sort_pairs_kernel[(experts,)](
+        ids if meta is None else meta, ids, *sorted_pairs, pairs, used, meta is not None, experts,
+        next_power_of_2(experts), tile, min(next_power_of_2(pairs), 4096), pdl, **options(warps, pdl),
     )  # fmt: skip
 
 
-def sort_pairs_ref(meta, ids, sorted_pairs: PairTiles, sizes: ExpertSizes, tile: int) -> None:
+def sort_pairs_ref(meta, ids, sorted_pairs: PairTiles, experts: int, tile: int) -> None:
     """Compute `sort_pairs` in torch."""
     ids = ids.clone()
     if meta is not None:
@@ -96,7 +97,7 @@ def sort_pairs_ref(meta, ids, sorted_pairs: PairTiles, sizes: ExpertSizes, tile:
     flat = ids.flatten().long()
     order = flat.sort(stable=True).indices[int((flat < 0).sum()) :]
     sorted_pairs.pairs.view(-1)[: len(order)] = order.int()
-    counts = torch.bincount(flat[flat >= 0], minlength=sizes.stored).tolist()
+    counts = torch.bincount(flat[flat >= 0], minlength=experts).tolist()
     tiles, first = [], 0
     for expert, count in enumerate(counts):
         tiles += [(expert, first + begin, min(count - begin, tile)) for begin in range(0, count, tile)]
@@ -108,7 +109,7 @@ def sort_pairs_ref(meta, ids, sorted_pairs: PairTiles, sizes: ExpertSizes, tile:
         )
 
 
-def sort_pairs_bytes(meta, ids, sorted_pairs: PairTiles, sizes: ExpertSizes, tile: int) -> int:
+def sort_pairs_bytes(meta, ids, sorted_pairs: PairTiles, experts: int, tile: int) -> int:
     """Return the bytes that a launch moves."""
     return ids.nbytes + sorted_pairs.pairs.nbytes + sorted_pairs.tiles.nbytes
 
