@@ -9,12 +9,12 @@ from .common import (
     RUN,
     STATUS,
     cdiv,
+    equal_sigmoid,
     gdc_launch_dependents,
     gdc_wait,
     next_power_of_2,
     options,
     running,
-    sigmoid_by_row,
 )
 from .linear.epilogue import load_partials, norm_scale
 from .linear.project import Normed
@@ -86,8 +86,7 @@ def row_gate_ref(meta, x, gate, normed: Normed | None, out) -> None:
     if normed is not None:
         sums = normed.sumsq[rows, : normed.partials].sum(1)
         logits = logits * torch.rsqrt(sums / x.shape[1] + normed.eps)
-    sigmoid_by_row(logits)
-    out[rows] = (out[rows].float() * logits[:, None]).to(out.dtype)
+    out[rows] = (out[rows].float() * equal_sigmoid(logits)[:, None]).to(out.dtype)
 
 
 def row_gate_bytes(meta, x, gate, normed: Normed | None, out) -> int:

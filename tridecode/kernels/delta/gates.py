@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..common import equal_sigmoid
 from .arguments import DeltaHeads, DeltaWeights
 
 L2_EPS = tl.constexpr(1e-6)  # epsilon of the l2 norm of q and k; transformers fixes it too
@@ -74,8 +75,9 @@ def rounded_ref(state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def rates(b: torch.Tensor, a: torch.Tensor, weights: DeltaWeights) -> tuple[torch.Tensor, torch.Tensor]:
     """Return beta and the log decay g, both fp32, of projections `b` and `a`, both [..., value heads]."""
-    g = -weights.a_log.float().exp() * torch.nn.functional.softplus(a.float() + weights.dt_bias.float())
-    return b.float().sigmoid(), g
+    x = a.float() + weights.dt_bias.float()
+    softplus = x.clamp(min=0) + (-x.abs()).exp().log1p()  # torch's softplus rounds as its sigmoid; see equal_sigmoid.
+    return equal_sigmoid(b.float()), -weights.a_log.float().exp() * softplus
 
 
 def l2_norm(x: torch.Tensor) -> torch.Tensor:
@@ -86,7 +88,8 @@ def l2_norm(x: torch.Tensor) -> torch.Tensor:
 def gated_norm(o: torch.Tensor, z: torch.Tensor, norm: torch.Tensor, heads: DeltaHeads) -> torch.Tensor:
     """Return the RMS norm of `o`, [..., value heads, value_dim], times the weight `norm` and the gate of `z`."""
     o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + heads.eps) * norm.float()
-    return o * (z.sigmoid() if heads.sigmoid else torch.nn.functional.silu(z))
+    gate = equal_sigmoid(z)
+    return o * (gate if heads.sigmoid else z * gate)
 
 
 def split_heads(x: torch.Tensor, heads: DeltaHeads) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

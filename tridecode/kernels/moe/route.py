@@ -13,13 +13,13 @@ from ..common import (
     RUN,
     STATUS,
     cdiv,
+    equal_sigmoid,
     gdc_launch_dependents,
     gdc_wait,
     interpreted,
     next_power_of_2,
     options,
     running,
-    sigmoid_by_row,
 )
 from ..linear.epilogue import load_partials, norm_scale
 from ..linear.project import Normed
@@ -265,8 +265,7 @@ def route_ref(
     if router.shared_gate is not None:
         gate = (own * router.shared_gate.float()).sum(1, keepdim=True)
         logits, ids = torch.cat((logits, gate), 1), torch.cat((ids, torch.full_like(ids[:, :1], sizes.experts)), 1)
-        sigmoid_by_row(gate)
-        weights = torch.cat((weights, gate), 1)
+        weights = torch.cat((weights, equal_sigmoid(gate)), 1)
     routes.logits[at], routes.ids[at], routes.weights[at] = logits, ids.int(), weights
 
 
