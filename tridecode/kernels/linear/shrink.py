@@ -35,7 +35,7 @@ def _load_a(rows, columns, mask, K: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: t
 
     Args:
         rows: pointers to the first columns of the rows.
-        columns: columns of the first tile. Those of the next tile are WIDTH columns later.
+        columns: columns of the first tile. Each next tile begins WIDTH columns later.
         mask: which rows exist.
     """
     tiles = ()

@@ -152,7 +152,7 @@ def _load_pairs(C: gl.constexpr, w, tile, warp, lane, L: gl.constexpr, OUT_L: gl
 
     Returns:
         The pairs and whether they exist, [8] each.
-        What multiplies the sums of each pair, [8]: 1 / root mean square of its row if NORMED, the weight of the pair
+        Factors of the sums of the pairs, [8]: 1 / root mean square of its row if NORMED, the weight of the pair
         without GATED.
         A tuple of the raised activations of each part: int32 [threads, 4].
         A tuple of the `zero_sum` of each tile of the weight, or ().
