@@ -25,7 +25,7 @@ def test_gates_of_a_row_do_not_depend_on_the_number_of_rows(heads):
 
 
 @pytest.mark.parametrize("sigmoid", [False, True])
-def test_gated_norm_of_a_row_does_not_depend_on_the_number_of_rows(sigmoid):
+def test_gated_norm_does_not_depend_on_the_number_of_rows(sigmoid):
     sizes = DeltaHeads(1, 1, 4, 4, 1e-6, sigmoid)
     o, z, norm = random(70, 1, 4).cpu(), random(70, 1, 4, seed=1).cpu(), random(4, seed=2).cpu()
     alone = torch.stack([gated_norm(o[row], z[row], norm, sizes) for row in range(70)])
@@ -40,4 +40,5 @@ def test_gates_match_double_precision():
     beta, g = rates(x, x, weights)
     decay = torch.nn.functional.softplus(x.double() + weights.dt_bias.double(), threshold=100)
     torch.testing.assert_close(beta.double(), x.double().sigmoid(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(g.double(), -weights.a_log.double().exp() * decay, rtol=4e-6, atol=0)  # Sums near 40 are rounded.
+    # Sums of x and the bias near 40 are rounded.
+    torch.testing.assert_close(g.double(), -weights.a_log.double().exp() * decay, rtol=4e-6, atol=0)
