@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -73,3 +74,21 @@ def merge(checkpoint: Path, out: Path, tensors: Mapping[str, torch.Tensor], fact
             weights[f"{module}.weight"] = (weight.double() + change).to(weight.dtype)
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     return out
+
+
+def add_lora(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], factor: float = 2.0) -> list:
+    """Add an adapter to a model of transformers, and return handles that remove it.
+
+    As in peft, the adapter is fp32, and its product is added to the output of each module.
+    """
+
+    def hook(module, args, out, a, b):
+        return (out.float() + factor * args[0].float() @ a.T @ b.T).to(out.dtype)
+
+    handles = []
+    for name, a in tensors.items():
+        if ".lora_A." in name:
+            module = model.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
+            matrices = (each.to(module.weight.device).float() for each in (a, tensors[name.replace("_A.", "_B.")]))
+            handles.append(module.register_forward_hook(partial(hook, **dict(zip("ab", matrices)))))
+    return handles

@@ -1,8 +1,11 @@
 """The numerical contract: errors are at most those of transformers in bf16, and greedy tokens agree with fp32."""
 
+import time
+
 import pytest
 import torch
 from checkpoints import EXPERTS, FAMILIES, HYBRID, write_tiny
+from lora import add_lora, modules_of, random_matrices, write_lora
 from models import CUDA, DEVICE
 from util import assert_close, relative_rms
 
@@ -48,11 +51,20 @@ def tiny(tmp_path_factory):
     return lambda family: root / family if (root / family).exists() else write_tiny(root / family, family, dtype=dtype)
 
 
-def transformers_logits(path, texts, dtype):
-    """Return logits of each text, fp32 [tokens, vocab]. A later cast to `dtype` would also round rotary frequencies."""
+def transformers_logits(path, texts, dtype, adapters=None):
+    """Return logits of each text, fp32 [tokens, vocab]. A later cast to `dtype` would also round rotary frequencies.
+
+    adapters: matrices of the adapter of each text, or None.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(DEVICE).eval()
-    with torch.no_grad():
-        return [model(torch.tensor([ids], device=DEVICE)).logits[0].float() for ids in texts]
+    logits = []
+    for ids, matrices in zip(texts, adapters or [{}] * len(texts)):
+        handles = add_lora(model, matrices)
+        with torch.no_grad():
+            logits.append(model(torch.tensor([ids], device=DEVICE)).logits[0].float())
+        for handle in handles:
+            handle.remove()
+    return logits
 
 
 def errors(logits, exact, median=False):
@@ -68,19 +80,21 @@ def errors(logits, exact, median=False):
     return kl.mean().item(), relative_rms(logits, exact)
 
 
-def check_contract(path, rows=(1,), median=False, **options):
+def check_contract(path, rows=(1,), median=False, matrices=(), **options):
     """For each number in `rows`, score as many texts in one pass, and check the first, the middle and the last text.
 
     median: see `errors`. A gated delta net normalizes the output of each head. If this output is almost 0, one rounding
         changes the whole distribution. With the small heads of tiny models, a few such tokens dominate the mean. The
         same is true of tokens for which rounding makes a router choose other experts.
+    matrices: those of adapters, which the texts use in turn. Without adapters, empty.
     options: fields of EngineOptions.
     """
     generator = torch.Generator().manual_seed(6)
     texts = [torch.randint(0, 380, (TOKENS,), generator=generator).tolist() for _ in range(max(rows))]
     checked = sorted({i for n in rows for i in (0, n // 2, n - 1)})
-    exact = dict(zip(checked, transformers_logits(path, [texts[i] for i in checked], torch.float32)))
-    bf16 = transformers_logits(path, [texts[i] for i in checked], torch.bfloat16)
+    own = [matrices[i % len(matrices)] for i in checked] if matrices else None
+    exact = dict(zip(checked, transformers_logits(path, [texts[i] for i in checked], torch.float32, own)))
+    bf16 = transformers_logits(path, [texts[i] for i in checked], torch.bfloat16, own)
     bounds = {i: errors(logits, exact[i], median) for i, logits in zip(checked, bf16)}
     for n in rows:
         for i, logits in scores(path, texts[:n], **options).items():
@@ -96,14 +110,18 @@ def check_contract(path, rows=(1,), median=False, **options):
 def scores(path, texts, **options):
     """Score all texts in one pass. Return the logits of the first, the middle and the last text by index."""
     n = len(texts)
-    if n == 1:
+    if n == 1 and "adapters" not in options:
         with Engine.load(path, device=str(DEVICE), **options) as engine:
             logits = engine.score(texts[0])
             assert logits.dtype == torch.float32 and logits.shape == (TOKENS, engine.config.vocab_size)
         return {0: logits}
     with Engine.load(path, device=str(DEVICE), slots=n, max_seq_len=2 * TOKENS, **options) as engine:
-        shape = TOKENS, engine.config.vocab_size
+        shape, adapters = (TOKENS, engine.config.vocab_size), list(engine.adapters.values())
         requests = [scoring(packed(ids), 0.0, logits=torch.empty(shape, device=DEVICE)) for ids in texts]
+        for i, request in enumerate(requests if adapters else ()):
+            request.adapter = adapters[i % len(adapters)]
+        while engine.adapter_load().on_device < len(adapters):
+            time.sleep(0.01)
         # The test submits all requests before the first pass.
         for request in [engine._driver.submit(request) for request in requests]:
             assert request.result().error is None
@@ -121,6 +139,28 @@ def test_scores_are_no_worse_than_transformers_bf16(tiny, family):
 def test_scores_are_no_worse_than_transformers_bf16_at_real_widths(name, tmp_path):
     family, widths = REAL_WIDTHS[name]
     check_contract(write_tiny(tmp_path / name, family, dtype=torch.bfloat16, **widths), rows=(1, 8, 64))
+
+
+def check_adapters(path, folder, rows, median=False):
+    """Check the contract for texts with five adapters in turn. Their numbers are exact in bf16."""
+    modules, matrices, sources = modules_of(path), [], {}
+    for i, rank in enumerate((16, 4, 40, 8, 16)):
+        tensors = {name: t.bfloat16() for name, t in random_matrices(modules, rank, i, 0.3).items()}
+        sources[f"a{i}"] = write_lora(folder / f"a{i}", tensors, rank, torch.bfloat16)
+        matrices.append(tensors)
+    check_contract(path, rows, median, matrices, adapters=sources)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral", "qwen3.5", "qwen3-moe"])
+def test_scores_with_adapters_are_no_worse_than_transformers_bf16(tiny, family, tmp_path):
+    check_adapters(tiny(family), tmp_path, (1, 8 if CUDA else 3), CUDA and family in HYBRID + EXPERTS)
+
+
+@pytest.mark.skipif(not CUDA, reason="real widths run on a GPU only")
+@pytest.mark.parametrize("name", ["qwen3-4b", "llama-3.1-8b"])
+def test_scores_with_adapters_at_real_widths(name, tmp_path):
+    family, widths = REAL_WIDTHS[name]
+    check_adapters(write_tiny(tmp_path / name, family, dtype=torch.bfloat16, **widths), tmp_path, (1, 8, 64))
 
 
 @pytest.mark.skipif(not CUDA, reason="the bound is the error of bf16, which runs on a GPU only")
