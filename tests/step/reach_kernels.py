@@ -31,6 +31,8 @@ ENGINES = [
     ("h100", "qwen3-0.6b", {"slots": 8, "batch_invariant": True}),
     ("rtx-4090", "qwen3-0.6b", {"slots": 4}),
     ("h200", "qwen3-0.6b", {"slots": 32, "adapter_memory": 1.0, "max_rank": 64}),
+    ("h100", "qwen3-30b-a3b", {"slots": 16, "quantize": "int4"}),
+    ("h200", "qwen3.6-35b-a3b", {"slots": 8}),
 ]
 
 

@@ -105,7 +105,7 @@ def _row_of(tables, row):
     return chunk, position, start, end, source, target, block_end, snapshot
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _delta_conv_kernel(
     chunks_ptr, records_ptr, snapshots_ptr, qkvz_ptr, b_ptr, a_ptr, mixed_ptr, rates_ptr, stride_qkvz, rows,
     conv_ptr, a_log_ptr, dt_bias_ptr, window_ptr,

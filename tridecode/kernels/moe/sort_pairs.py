@@ -80,10 +80,12 @@ def sort_pairs(meta, ids, sorted_pairs: PairTiles, experts: int, tile: int, *, p
         tile: maximum number of pairs of a tile.
     """
     pairs, used = ids.numel(), ids.shape[1]
-    warps = 4 if pairs <= 1024 else 16
+    warps, block = (4, 1024) if pairs <= 1024 else (16, 4096)
+    if meta is not None:  # In prompt passes, which may have any number of rows, there are only two kernels.
+        block = min(next_power_of_2(pairs), block)
     _sort_pairs_kernel[(experts,)](
         ids if meta is None else meta, ids, *sorted_pairs, pairs, used, meta is not None, experts,
-        next_power_of_2(experts), tile, min(next_power_of_2(pairs), 4096), pdl, **options(warps, pdl),
+        next_power_of_2(experts), tile, block, pdl, **options(warps, pdl),
     )  # fmt: skip
 
 
