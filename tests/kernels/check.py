@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from util import PDL
 
 from tridecode import layout
 from tridecode.kernels.op import Op
@@ -223,7 +224,7 @@ def _check_on_gpu(op: Op, options, copied: _Copy, expected, scratch) -> None:
     """Check that launches repeat bit by bit, allocate nothing and can be captured, with dependent launch too."""
     variants = [options]
     if "pdl" in inspect.signature(op.launch).parameters.keys() - options.keys():
-        variants += [options | {"pdl": True}] if torch.cuda.get_device_capability() >= (9, 0) else []
+        variants += [options | {"pdl": True}] if PDL else []
     for keywords in variants:
         launch = partial(op.launch, **keywords)
         prefix = "with pdl=True " if keywords is not options else ""

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import torch
-from util import BF16_ROUNDING, CUDA, DEVICE, assert_close, meta_rows, norm_weight, random
+from util import BF16_ROUNDING, CUDA, DEVICE, PDL, assert_close, meta_rows, norm_weight, random
 
 from tridecode import layout
 from tridecode.kernels.linear.packed import Packed, QuantizedWeight
@@ -15,8 +15,6 @@ from tridecode.kernels.linear.weight import LoadedLinear
 EPS = 1e-6
 EPILOGUES = ("normed", "normed_bias", "gated", "residual")
 PLAIN = ("plain", "plain_bias")
-HOPPER = CUDA and torch.cuda.get_device_capability()[0] == 9
-PDL = CUDA and torch.cuda.get_device_capability() >= (9, 0)
 # Products of bf16 are exact in fp32. The order of sums differs, and wgmma truncates.
 TOLERANCE = 2e-5 if CUDA else 1e-5
 ROUNDED = BF16_ROUNDING + 2e-3  # Tolerance of outputs in bf16.

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from check import check_op
-from util import CUDA, DEVICE
+from util import CUDA, DEVICE, PDL
 
 from tridecode import layout as m
 from tridecode.kernels.sampling.accept import ACCEPT
@@ -17,7 +17,6 @@ from tridecode.kernels.sampling.sample import SAMPLE, THRESHOLD, SamplerBuffers,
 from tridecode.sampling import SamplingParams
 from tridecode.state.slots import fill_meta, fill_samp
 
-PDL = CUDA and torch.cuda.get_device_capability() >= (9, 0)
 CAPACITY = 40
 UNTOUCHED = -7  # Initial value of tokens, logprobs and ids, which shows whether a kernel wrote them.
 POSITION, STEP, GENERATION = 9, 3, 5  # Initial values of all rows.

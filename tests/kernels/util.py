@@ -12,6 +12,11 @@ from tridecode.kernels.attention.fp8_kv import head_rows, store_cells
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
+CAPABILITY = torch.cuda.get_device_capability() if CUDA else (0, 0)
+HOPPER, PDL = CAPABILITY == (9, 0), CAPABILITY >= (9, 0)  # PDL: kernels can start before their predecessor has ended.
+hopper_only = pytest.mark.skipif(
+    not HOPPER, reason="the kernel needs a GPU of compute capability 9.0, because Gluon has no interpreter"
+)
 # Tolerance of a bf16 output if the reference is also rounded to bf16. The interpreter truncates instead of rounding.
 BF16_ROUNDING = 1e-3 if CUDA else 5e-3
 

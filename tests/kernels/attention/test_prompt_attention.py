@@ -8,7 +8,7 @@ import torch
 from attention_util import ALL, chunk_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from util import CUDA, DEVICE, Case, assert_close, covering, in_8_bits, poisoned, random
+from util import CUDA, DEVICE, HOPPER, Case, assert_close, covering, hopper_only, in_8_bits, poisoned, random
 
 from tridecode import layout
 from tridecode.kernels.attention import prompt_attention_hopper
@@ -212,7 +212,7 @@ def test_many_slots_share_a_pass():
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_expanded_fp8_kv(d):
     """K and V in 8 bits are expanded before attention reads them, as in prompt passes on Hopper."""
-    config = replace(CONFIG, hopper=3 if CUDA and torch.cuda.get_device_capability() == (9, 0) else 0)
+    config = replace(CONFIG, hopper=3 if HOPPER else 0)
     chunks, args = arguments(8, 2, d, CHUNKS, 0, DTYPES[0], config, fp8=True)
     keys, values = poisoned(len(args.kv.k), 2, 2, PAGE, d, dtype=args.q.dtype).unbind(1)
     expand_kv(args.chunks, args.kv, keys, values)
@@ -232,10 +232,6 @@ def test_attention_by_torch(form, window, fp8):
 
 
 # Attention of many rows on Hopper.
-hopper_only = pytest.mark.skipif(
-    not CUDA or torch.cuda.get_device_capability() != (9, 0),
-    reason="the kernel needs a GPU of compute capability 9.0, because Gluon has no interpreter",
-)
 LAYOUTS = {
     "one": [(0, 700, 0)],
     "later": [(0, 512, 300)],

@@ -7,8 +7,7 @@ import torch
 from adapters_util import make_adapters, unsorted
 from check import check_op
 from linear_product import EPILOGUES, GGUF_SCHEMES, TOLERANCE, Product, dense, packed
-from test_matmul_hopper import hopper_only
-from util import CUDA, Case, covering, meta_rows, poisoned, random
+from util import CUDA, Case, covering, hopper_only, meta_rows, poisoned, random
 
 from tridecode import layout
 from tridecode.kernels.adapter_rows import ADAPTER_ROWS

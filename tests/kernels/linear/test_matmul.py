@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from linear_product import EPILOGUES, EPS, HOPPER, PLAIN, TOLERANCE, Product, dense, idle, kernel_of
+from linear_product import EPILOGUES, EPS, PLAIN, TOLERANCE, Product, dense, idle, kernel_of
 from models_to_tune import H200, case
-from util import CUDA, Case, assert_close, covering, poisoned, random
+from util import CUDA, HOPPER, Case, assert_close, covering, poisoned, random
 
 from tridecode.kernels.linear.matmul import MatmulConfig
 from tridecode.kernels.linear.matmul_hopper import HopperConfig

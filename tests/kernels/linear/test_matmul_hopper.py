@@ -5,14 +5,11 @@ from functools import partial
 
 import pytest
 import torch
-from linear_product import HOPPER, Product, check_alike, check_captured, dense
-from util import covering
+from linear_product import Product, check_alike, check_captured, dense
+from util import covering, hopper_only
 
 from tridecode.kernels.linear.matmul_hopper import HopperConfig
 
-hopper_only = pytest.mark.skipif(
-    not HOPPER, reason="the kernel needs a GPU of compute capability 9.0, because Gluon has no interpreter"
-)
 EPILOGUES = {"qkv": "normed", "o_proj": "residual", "gate_up": "gated", "down": "residual", "lm_head": "normed"}
 SIZES = {  # role: (n, k)
     "qwen3-4b": dict(

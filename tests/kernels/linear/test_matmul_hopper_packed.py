@@ -4,8 +4,7 @@ from functools import partial
 
 import pytest
 from linear_product import GGUF_SCHEMES, Product, check_alike, check_captured, packed, same
-from test_matmul_hopper import hopper_only
-from util import BF16_ROUNDING, assert_close, covering
+from util import BF16_ROUNDING, assert_close, covering, hopper_only
 
 from tridecode.kernels.linear.matmul_hopper import HopperConfig
 from tridecode.kernels.linear.project import project_ref

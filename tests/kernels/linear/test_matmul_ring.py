@@ -4,13 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from linear_product import HOPPER, Product, packed
+from linear_product import Product, packed
+from util import hopper_only
 
 from tridecode.kernels.linear.matmul_ring import RING, RingConfig
 
-on_hopper = pytest.mark.skipif(
-    not HOPPER, reason="the kernel needs a GPU of compute capability 9.0, because Gluon has no interpreter"
-)
 CONFIGS = {
     "whole_rows": RingConfig(4, 5, 1),
     "rows_shared": RingConfig(4, 5, 2, programs=7),
@@ -32,7 +30,7 @@ def product(epilogue, scheme, n, k) -> Product:
     return Product(epilogue, packed(scheme, 2 * n if epilogue == "gated" else n, k), 1)
 
 
-@on_hopper
+@hopper_only
 @pytest.mark.parametrize("name, epilogue, scheme", [
     (name, epilogue, schemes[i % len(schemes)])
     for i, name in enumerate(CONFIGS) for epilogue, schemes in SCHEMES.items()
@@ -43,7 +41,7 @@ def test_configs_match_the_reference(name, epilogue, scheme):
     product(epilogue, scheme, n, k).check(CONFIGS[name])
 
 
-@on_hopper
+@hopper_only
 @pytest.mark.parametrize("scheme", ["int4_groups_of_128", "e4m3"])
 def test_configs_with_one_order_of_sums_give_the_same_bits(scheme):
     one = product("normed", scheme, 816, 2560)
@@ -54,7 +52,7 @@ def test_configs_with_one_order_of_sums_give_the_same_bits(scheme):
         assert torch.equal(first, other), name
 
 
-@on_hopper
+@hopper_only
 @pytest.mark.parametrize(
     "config",
     [
@@ -81,7 +79,7 @@ def test_a_stage_is_not_overwritten_before_all_warps_have_loaded_it(config):
     assert not wrong, f"{wrong} of {len(launches)} launches differ from the first"
 
 
-@on_hopper
+@hopper_only
 @pytest.mark.parametrize("producer", [0, 1])
 def test_a_stopped_row_does_not_disturb_the_next_launch(producer):
     config = RingConfig(4, 2, 3, x_shared=True, programs=2, producer=producer, registers=128)

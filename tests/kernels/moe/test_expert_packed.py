@@ -5,9 +5,9 @@ from functools import cache
 import pytest
 import torch
 from check import check_op
-from linear_product import GGUF_SCHEMES, HOPPER, SCHEMES, packed, width_of
+from linear_product import GGUF_SCHEMES, SCHEMES, packed, width_of
 from moe_util import EPS, empty_tiles, meta_of, partial_sums, random_routes
-from util import BF16_ROUNDING, CUDA, DEVICE, covering, norm_weight, poisoned, random
+from util import BF16_ROUNDING, CUDA, DEVICE, covering, hopper_only, norm_weight, poisoned, random
 
 from tridecode.kernels.device import device_of
 from tridecode.kernels.linear.project import AddResidual, Gated, Normed
@@ -164,9 +164,7 @@ def test_tiles_of_several_rows_match_the_reference(scheme, name, rows, config):
     check_tiles(scheme, name, rows, False, config)
 
 
-@pytest.mark.skipif(
-    not HOPPER, reason="the kernel needs a GPU of compute capability 9.0, because Gluon has no interpreter"
-)
+@hopper_only
 @covering(
     2,
     scheme=["int4_groups_of_128", "int4_a_row", "e4m3", "e4m3_blocks"],
