@@ -9,7 +9,7 @@ from tridecode.kernels.moe.sort_pairs import SORT_PAIRS
 
 
 def unsorted(rows: int) -> PairTiles:
-    """Return a table of tiles of rows before rows are sorted. Kernels that read an entry beyond it fail."""
+    """Return a table of tiles that `sort_pairs` has not written yet. A kernel that reads such an entry fails."""
     sizes = (rows,), (rows, TILE_FIELDS), (1,)
     return PairTiles(*(torch.full(size, 10**6, dtype=torch.int32, device=DEVICE) for size in sizes))
 

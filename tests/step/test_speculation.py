@@ -276,14 +276,14 @@ def test_stop_strings_cut_the_same_text(bundled, stop):
 
 
 def test_server_counts_drafts(bundled):
-    """A bias makes the model repeat one token, so all drafts are right. Measured times decide how many there are."""
+    """A bias makes the model repeat one token, so all drafts are right."""
     body = {"model": "bundled", "prompt": "Again", "temperature": 0, "max_tokens": 60, "logit_bias": {"300": 100}}
     names = [f"spec_decode_num_{kind}_tokens_total" for kind in ("draft", "accepted")]
     with Running(bundled[1]) as running:
         before = [running.metric(name) for name in names]
         assert running.post("/v1/completions", body).json()["usage"]["completion_tokens"] == 60
         drafted, accepted = (running.metric(name) - old for name, old in zip(names, before))
-    assert drafted >= accepted > 20
+    assert drafted >= accepted > 40
 
 
 def test_chat_reports_the_tokens_of_a_pass(piped):

@@ -3,8 +3,8 @@
 Each block lists its own launches (blocks/attention.py, blocks/mlp.py). Embedding, LM head and sampling are here. No
 launch allocates, synchronizes or reads back. Kernels read the values that change between passes from the meta buffer,
 so the whole pass is captured once as a CUDA graph and replayed. The argument `run` launches, captures or records a
-line, or runs its reference (run.py). In a pass of a model made by `with_adapters`, a launch before the embedding
-finds the adapters of the rows, and a launch before each linear computes A x (kernels/linear/adapters.py).
+line, or runs its reference (run.py). In a pass of a model made by `with_adapters`, launches before the embedding
+find the adapters of the rows, and a launch before each linear computes A x (kernels/linear/adapters.py).
 
 `kind` and `masked` are fixed in a captured pass. `kind` is "greedy", "sample" or "logprobs" (sample, and report the
 most likely tokens). `masked` means that some rows may sample only the tokens that their masks allow. A model made by
@@ -55,7 +55,7 @@ def draft(run: Run, m: DecodeModel, own: Workspace) -> None:
 
 
 def find_adapters(run: Run, m: DecodeModel) -> None:
-    """List the launch that finds the adapters of the rows, if the pass has adapters."""
+    """List the op that finds the adapters of the rows and sorts the rows by them, if the pass has adapters."""
     if m.adapting and m.pool is not None:
         run("adapters", ADAPTER_ROWS, m.meta, None, *m.pool.rows(m.rows, False))
 

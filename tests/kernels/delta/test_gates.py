@@ -4,8 +4,7 @@ import pytest
 import torch
 from util import random
 
-from tridecode.kernels.delta.arguments import DeltaHeads
-from tridecode.kernels.delta.gates import gated_norm, rates
+from tridecode.kernels.delta.gates import rates
 
 
 class Weights:
@@ -17,20 +16,11 @@ class Weights:
 
 @pytest.mark.parametrize("heads", [1, 3, 16, 48])
 def test_gates_of_a_row_do_not_depend_on_the_number_of_rows(heads):
-    """On a CPU, torch's own functions compute most numbers by vector instructions, and the remaining ones otherwise."""
+    """On a CPU, torch computes most numbers by vector instructions, and rounds the remaining ones differently."""
     b, a, weights = 3 * random(70, heads).cpu(), 3 * random(70, heads, seed=1).cpu(), Weights(heads)
     alone = [torch.stack(parts) for parts in zip(*(rates(*row, weights) for row in zip(b, a)))]
     for rows in range(1, 71):
         assert all(map(torch.equal, rates(b[:rows], a[:rows], weights), [part[:rows] for part in alone])), rows
-
-
-@pytest.mark.parametrize("sigmoid", [False, True])
-def test_gated_norm_does_not_depend_on_the_number_of_rows(sigmoid):
-    sizes = DeltaHeads(1, 1, 4, 4, 1e-6, sigmoid)
-    o, z, norm = random(70, 1, 4).cpu(), random(70, 1, 4, seed=1).cpu(), random(4, seed=2).cpu()
-    alone = torch.stack([gated_norm(o[row], z[row], norm, sizes) for row in range(70)])
-    for rows in range(1, 71):
-        assert torch.equal(gated_norm(o[:rows], z[:rows], norm, sizes), alone[:rows]), rows
 
 
 def test_gates_match_double_precision():

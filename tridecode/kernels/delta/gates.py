@@ -1,10 +1,11 @@
 """Gates, norms and the convolution of a gated delta net layer, in kernels and references."""
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 
-from ..common import equal_sigmoid
 from .arguments import DeltaHeads, DeltaWeights
 
 L2_EPS = tl.constexpr(1e-6)  # epsilon of the l2 norm of q and k; transformers fixes it too
@@ -74,10 +75,17 @@ def rounded_ref(state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def rates(b: torch.Tensor, a: torch.Tensor, weights: DeltaWeights) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return beta and the log decay g, both fp32, of projections `b` and `a`, both [..., value heads]."""
-    x = a.float() + weights.dt_bias.float()
-    softplus = x.clamp(min=0) + (-x.abs()).exp().log1p()  # torch's softplus rounds as its sigmoid; see equal_sigmoid.
-    return equal_sigmoid(b.float()), -weights.a_log.float().exp() * softplus
+    """Return beta and the log decay g, both fp32, of projections `b` and `a`, both [..., value heads].
+
+    Rows are computed one by one, because torch would round some numbers of several rows otherwise; see equal_sigmoid.
+    """
+    softplus = _by_row(torch.nn.functional.softplus, a.float() + weights.dt_bias.float())
+    return _by_row(torch.sigmoid, b.float()), -weights.a_log.float().exp() * softplus
+
+
+def _by_row(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Return the results of a function for the rows of x [..., n]."""
+    return torch.stack([function(row) for row in x.reshape(-1, x.shape[-1])]).view(x.shape)
 
 
 def l2_norm(x: torch.Tensor) -> torch.Tensor:
@@ -88,8 +96,7 @@ def l2_norm(x: torch.Tensor) -> torch.Tensor:
 def gated_norm(o: torch.Tensor, z: torch.Tensor, norm: torch.Tensor, heads: DeltaHeads) -> torch.Tensor:
     """Return the RMS norm of `o`, [..., value heads, value_dim], times the weight `norm` and the gate of `z`."""
     o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + heads.eps) * norm.float()
-    gate = equal_sigmoid(z)
-    return o * (gate if heads.sigmoid else z * gate)
+    return o * (z.sigmoid() if heads.sigmoid else torch.nn.functional.silu(z))
 
 
 def split_heads(x: torch.Tensor, heads: DeltaHeads) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
