@@ -39,12 +39,13 @@ export function draw(cards, current, actions) {
   const position = controls(focused).indexOf(document.activeElement);
   const opened = document.querySelector("#list details[open]")?.closest("li").dataset.id;
   $("list").replaceChildren(...cards.map(card => item(card, card.id === current, actions)));
-  const inList = id => document.querySelector(`#list li[data-id="${CSS.escape(id)}"]`);
   if (opened && inList(opened)) inList(opened).querySelector("details").open = true;
   if (!focused) return;
   const found = controls(inList(focused.dataset.id));
   (found[position] ?? found[0] ?? $("new")).focus();
 }
+
+const inList = id => document.querySelector(`#list li[data-id="${CSS.escape(id)}"]`);
 
 function item({id, title, updated}, isCurrent, actions) {
   const name = visible(title) || "Untitled";
@@ -57,17 +58,23 @@ function item({id, title, updated}, isCurrent, actions) {
     summary.focus();
     return work();
   });
+  const asked = async (...question) => {
+    const chosen = await ask(...question);
+    // The list may have been drawn again meanwhile. Then the browser cannot return the focus to `summary`.
+    (inList(id)?.querySelector("summary") ?? $("new")).focus();
+    return chosen;
+  };
   const menu = make("details", {name: "actions"}, summary, make("div", {className: "menu"},
     ...updated ? [
       action("Rename", async () => {
-        const chosen = await ask("Title of this conversation", "Rename", title);
+        const chosen = await asked("Title of this conversation", "Rename", title);
         if (chosen?.trim()) await actions.rename(id, chosen.trim());
       }),
       action("Export as Markdown", () => exported(id, ".md", asMarkdown, actions)),
       action("Export for the terminal chat", () => exported(id, ".json", asSession, actions)),
     ] : [],
     action("Delete", async () => {
-      if (await ask(`Delete “${name}”? It cannot be restored.`, "Delete")) await actions.remove(id);
+      if (await asked(`Delete “${name}”? It cannot be restored.`, "Delete")) await actions.remove(id);
     })));
   menu.ontoggle = () => { if (menu.open) menu.lastChild.scrollIntoView({block: "nearest"}); };
   menu.onkeydown = event => {
