@@ -263,6 +263,7 @@ def test_verifying_passes_allocate_nothing():
 def bundled():
     engines = [Engine.load(speculate=speculate, dtype="float32", slots=2) for speculate in ("off", "ngram")]
     engines[1].scheduler.answered = True
+    engines[1].steps.costs = {}  # Measured costs of passes on a busy GPU may prefer fewer drafts.
     return engines
 
 
