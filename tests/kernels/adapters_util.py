@@ -4,8 +4,7 @@ import torch
 from util import DEVICE, poisoned, random
 
 from tridecode.kernels.linear.adapters import LinearAdapters
-from tridecode.kernels.moe.arguments import TILE_FIELDS, PairTiles
-from tridecode.kernels.moe.sort_pairs import SORT_PAIRS
+from tridecode.kernels.sort_pairs import SORT_PAIRS, TILE_FIELDS, PairTiles
 
 
 def unsorted(rows: int) -> PairTiles:

@@ -10,10 +10,10 @@ from ..kernels.linear.packed import Packed
 from ..kernels.linear.project import AddResidual, Gated, Normed
 from ..kernels.linear.weight import LoadedLinear
 from ..kernels.moe.add_experts import ADD_EXPERTS
-from ..kernels.moe.arguments import TILE_FIELDS, ExpertSizes, PairTiles, Router, Routes
+from ..kernels.moe.arguments import ExpertSizes, Router, Routes
 from ..kernels.moe.config import OPS
 from ..kernels.moe.route import ROUTE
-from ..kernels.moe.sort_pairs import SORT_PAIRS
+from ..kernels.sort_pairs import SORT_PAIRS, TILE_FIELDS, PairTiles
 from .block import Block, DecodeState, LoadedLayer, PassState, PromptResidual, PromptState, Residual, Run
 from .declarations import Buffer, Linear, Part, Weight
 from .shared_expert import SharedExpert

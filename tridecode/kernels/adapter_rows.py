@@ -6,9 +6,8 @@ import triton.language as tl
 
 from ..layout import CHUNK_COUNT, CHUNK_FIRST, CHUNK_SLOT, CHUNK_WIDTH, MAX_CHUNKS
 from .common import META_WIDTH, RUN, SLOT, STATUS, cdiv, next_power_of_2, options, running
-from .moe.arguments import PairTiles
-from .moe.sort_pairs import SORT_PAIRS, sort_pairs
 from .op import Op
+from .sort_pairs import SORT_PAIRS, PairTiles, sort_pairs
 
 BLOCK_M = 128
 _SLOT, _FIRST, _COUNT = tl.constexpr(CHUNK_SLOT), tl.constexpr(CHUNK_FIRST), tl.constexpr(CHUNK_COUNT)

@@ -21,7 +21,7 @@ from ..blocks.declarations import Linear
 from ..blocks.spec import ModelSpec
 from ..kernels.linear.adapters import MAX_PARTS, RANK_STEP, LinearAdapters
 from ..kernels.linear.shrink import MAX_SPLIT
-from ..kernels.moe.arguments import TILE_FIELDS, PairTiles
+from ..kernels.sort_pairs import TILE_FIELDS, PairTiles
 from ..tensors import aligned, short_repr
 
 TILE = 8  # Maximum number of rows of a tile of rows with the same adapter.

@@ -5,7 +5,8 @@ from util import DEVICE, meta_rows, random
 
 from tridecode import layout
 from tridecode.kernels.linear.weight import LoadedLinear
-from tridecode.kernels.moe.arguments import TILE_FIELDS, ExpertSizes, PairTiles, Routes
+from tridecode.kernels.moe.arguments import ExpertSizes, Routes
+from tridecode.kernels.sort_pairs import TILE_FIELDS, PairTiles
 from tridecode.layout import CHUNK_WIDTH, MAX_CHUNKS, Chunk
 
 EPS = 1e-6

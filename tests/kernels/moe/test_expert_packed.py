@@ -23,7 +23,7 @@ from tridecode.kernels.moe.expert_packed import (
 from tridecode.kernels.moe.expert_ring import DOWN_RING, GATE_UP_RING, RingTilesConfig
 from tridecode.kernels.moe.expert_weight import PackedRowsConfig
 from tridecode.kernels.moe.prompt_packed import DOWN_PACKED_PROMPT, GATE_UP_PACKED_PROMPT, PackedPromptConfig
-from tridecode.kernels.moe.sort_pairs import SORT_PAIRS
+from tridecode.kernels.sort_pairs import SORT_PAIRS
 from tridecode.tuning.experts import experts_config
 
 EVERY_SCHEME = pytest.mark.parametrize("scheme", [*SCHEMES, *GGUF_SCHEMES])

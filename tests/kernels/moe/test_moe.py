@@ -14,7 +14,7 @@ from tridecode.kernels.moe.arguments import ExpertSizes, Router
 from tridecode.kernels.moe.expert_rows import DOWN_ROWS, GATE_UP_ROWS, RowsConfig
 from tridecode.kernels.moe.expert_tiles import DOWN_TILES, GATE_UP_TILES, TilesConfig
 from tridecode.kernels.moe.route import ROUTE, RouteConfig
-from tridecode.kernels.moe.sort_pairs import SORT_PAIRS
+from tridecode.kernels.sort_pairs import SORT_PAIRS
 from tridecode.layout import Chunk
 
 SIZES = {

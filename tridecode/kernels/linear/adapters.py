@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..moe.arguments import PairTiles
+from ..sort_pairs import PairTiles
 from ..triton_compat import Constants
 
 RANK_STEP = 16  # Ranks are multiples of this number, which is the depth of one instruction of the tensor cores.

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from ..common import cdiv, gdc_launch_dependents, gdc_wait, interpreted, options
-from ..moe.arguments import load_entry
 from ..op import Op
+from ..sort_pairs import load_entry
 from .adapters import R_STEP, RANK_STEP, LinearAdapters
 from .register_tiles import STEP_COLUMNS, operand, places
 

@@ -3,12 +3,6 @@
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
-
-# Fields of an entry of the table of tiles: the expert, the index of the first pair in `pairs`, the number of pairs.
-TILE_FIELDS = 3
-FIELDS = tl.constexpr(TILE_FIELDS)
 
 
 class ExpertSizes(NamedTuple):
@@ -54,27 +48,3 @@ class Routes(NamedTuple):
     # rows that do not run keep old values, so the kernels read their status.
     ids: torch.Tensor
     weights: torch.Tensor  # fp32 [rows, used experts], the weights of the pairs
-
-
-class PairTiles(NamedTuple):
-    """The pairs of all rows sorted by expert, and the table of tiles, which divides them. See `Routes`.
-
-    A tile of pairs has one expert, and its pairs are adjacent in `pairs`. The tensors have room for all pairs. Only the
-    first elements of the flattened tensors are in use.
-    """
-
-    pairs: torch.Tensor  # int32 [rows, used experts], numbers of pairs
-    tiles: torch.Tensor  # int32 [rows, used experts, TILE_FIELDS], an entry for each tile
-    number: torch.Tensor  # int32 [rows, 1]: the first element is the number of tiles
-
-
-@triton.jit
-def load_entry(tiles_ptr, tile):
-    """Return the expert of a tile of pairs, the index of its first pair in `pairs`, and its number of pairs.
-
-    Args:
-        tiles_ptr: the table of tiles.
-        tile: number of the tile.
-    """
-    entry = tiles_ptr + tile * FIELDS
-    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)

@@ -40,7 +40,8 @@ from ..linear.register_tiles import (
 )
 from ..linear.weight import LoadedLinear
 from ..op import Op
-from .arguments import ExpertSizes, PairTiles, Routes, load_entry
+from ..sort_pairs import PairTiles, load_entry
+from .arguments import ExpertSizes, Routes
 from .expert_rows import expert_rows_bytes, gate_up_rows_ref
 from .expert_tiles import down_tiles_ref, expert_tiles_bytes, gate_up_tiles_ref
 from .expert_weight import (

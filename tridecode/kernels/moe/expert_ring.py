@@ -25,8 +25,9 @@ from ..linear.project import Normed
 from ..linear.tma_ring import barriers
 from ..linear.weight import LoadedLinear
 from ..op import Op
+from ..sort_pairs import FIELDS, PairTiles
 from ..triton_compat import Constants, async_load, barrier, reinterpret
-from .arguments import FIELDS, ExpertSizes, PairTiles, Routes
+from .arguments import ExpertSizes, Routes
 from .expert_tiles import down_tiles_ref, expert_tiles_bytes, gate_up_tiles_ref
 
 RING_PAIRS = 8  # Maximum number of pairs of a tile.

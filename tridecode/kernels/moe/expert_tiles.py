@@ -16,7 +16,8 @@ from ..linear.epilogue import load_partials, norm_scale, silu
 from ..linear.project import Normed
 from ..linear.weight import LoadedLinear
 from ..op import Op
-from .arguments import TILE_FIELDS, ExpertSizes, PairTiles, Routes, load_entry
+from ..sort_pairs import TILE_FIELDS, PairTiles, load_entry
+from .arguments import ExpertSizes, Routes
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,41 @@
 """sort_pairs: sorts the pairs of rows and experts by expert, and divides them into tiles."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from ..common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, next_power_of_2, options, running
-from ..op import Op
-from .arguments import FIELDS, TILE_FIELDS, PairTiles
+from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, next_power_of_2, options, running
+from .op import Op
+
+# Fields of an entry of the table of tiles: the expert, the index of the first pair in `pairs`, the number of pairs.
+TILE_FIELDS = 3
+FIELDS = tl.constexpr(TILE_FIELDS)
+
+
+class PairTiles(NamedTuple):
+    """The pairs of all rows sorted by expert, and the table of tiles, which divides them.
+
+    Routes in moe/arguments.py describes pairs. A tile of pairs has one expert, and its pairs are adjacent in `pairs`.
+    The tensors have room for all pairs. Only the first elements of the flattened tensors are in use.
+    """
+
+    pairs: torch.Tensor  # int32 [rows, used experts], numbers of pairs
+    tiles: torch.Tensor  # int32 [rows, used experts, TILE_FIELDS], an entry for each tile
+    number: torch.Tensor  # int32 [rows, 1]: the first element is the number of tiles
+
+
+@triton.jit
+def load_entry(tiles_ptr, tile):
+    """Return the expert of a tile of pairs, the index of its first pair in `pairs`, and its number of pairs.
+
+    Args:
+        tiles_ptr: the table of tiles.
+        tile: number of the tile.
+    """
+    entry = tiles_ptr + tile * FIELDS
+    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
 
 
 @triton.jit
