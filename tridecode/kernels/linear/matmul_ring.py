@@ -109,17 +109,18 @@ def _constants(**constexprs):
     OF_BLOCK: stages of a block of rows.
     OUT_N: outputs of a block.
     SHARED: whether a program takes several blocks.
+    GROUPS: scales of a row.
     GROUPED: whether rows have several scales.
     FRESH: whether each tile begins new sums. Otherwise two pairs of chains continue.
     """
     k, form, gated = constexprs["K"], constexprs["FORM"], constexprs["EPILOGUE"] == "gated"
-    parts, grouped = parts_of(form), constexprs["GROUP"] < k
+    parts, groups = parts_of(form), -(-k // constexprs["GROUP"])
     step = constexprs["WARPS"] * parts * 32
     tiles = -(-k // step)
     return Constants(
         **constexprs, GATED=gated, PARTS=parts, STEP=step, TILES=tiles, OF_BLOCK=-(-tiles // constexprs["STAGE_TILES"]),
-        OUT_N=8 if gated else 16, SHARED=constexprs["BLOCKS"] > constexprs["PROGRAMS"], GROUPED=grouped,
-        FRESH=grouped or form == "int4",
+        OUT_N=8 if gated else 16, SHARED=constexprs["BLOCKS"] > constexprs["PROGRAMS"], GROUPS=groups,
+        GROUPED=groups > 1, FRESH=groups > 1 or form == "int4",
     )  # fmt: skip
 
 
@@ -171,12 +172,11 @@ def _load_x(C: gl.constexpr, w, warp, lane, c: gl.constexpr, L: gl.constexpr):
 
 
 @gluon.jit
-def _load_scales(C: gl.constexpr, w, block, warp, row):
+def load_group_scales(C: gl.constexpr, scale_ptr, block, warp, row):
     """Load the scales of a block's groups: for each of the warps' tiles, the scales of both rows of a lane."""
-    GROUPS: gl.constexpr = (C.K + C.GROUP - 1) // C.GROUP
     low_row = block * C.OUT_N + row
-    low = w.scale_ptr + low_row // C.SCALE_ROWS * GROUPS
-    high = w.scale_ptr + (low_row + (C.N if C.GATED else 8)) // C.SCALE_ROWS * GROUPS
+    low = scale_ptr + low_row // C.SCALE_ROWS * C.GROUPS
+    high = scale_ptr + (low_row + (C.N if C.GATED else 8)) // C.SCALE_ROWS * C.GROUPS
     loaded = ()
     for c in gl.static_range(C.TILES):
         column = c * C.STEP + warp * (C.PARTS * 32)
@@ -228,6 +228,26 @@ def add_tile(C: gl.constexpr, w, acc, chains, words, x, zero_sums, scales, c: gl
 
 
 @gluon.jit
+def lane_sums(C: gl.constexpr, acc, chains):
+    """Add what `add_tile` returned: each lane's part of the products, fp32 [threads, 4]."""
+    if C.FRESH:
+        return acc[0] + acc[1]
+    else:
+        return (chains[0][0] + chains[0][1]) + (chains[1][0] + chains[1][1])
+
+
+@gluon.jit
+def sum_of_warps(C: gl.constexpr, kept_sums, row_scales, half: gl.constexpr):
+    """Return the sums of all warps, or of one half of the rows if GATED, [OUT_N, 8]. Without GROUPED, scale them."""
+    y = gl.sum(kept_sums[half].load(warps_layout(C.WARPS, C.GATED)), 0)
+    y = gl.convert_layout(y, out_layout(C.WARPS, C.GATED), assert_trivial=True) * factor(C.FORM, True)
+    if C.GROUPED:
+        return y
+    else:
+        return y * row_scales[half].to(gl.float32)
+
+
+@gluon.jit
 def _block_sums(C: gl.constexpr, w, iteration, x, zero_sums, scales, L: gl.constexpr):
     """Return each lane's part of the products of a block of rows, fp32 [threads, 4].
 
@@ -259,10 +279,7 @@ def _block_sums(C: gl.constexpr, w, iteration, x, zero_sums, scales, L: gl.const
                 barrier()
                 if at + C.STAGES < w.total:
                     _copy_stage(C, w, at + C.STAGES)
-    if C.FRESH:
-        return acc[0] + acc[1]
-    else:
-        return (chains[0][0] + chains[0][1]) + (chains[1][0] + chains[1][1])
+    return lane_sums(C, acc, chains)
 
 
 @gluon.jit
@@ -271,10 +288,8 @@ def _multiply(C: gl.constexpr, w):
     o = w.outputs
     L: gl.constexpr = lanes_layout(C.WARPS)
     OUT_L: gl.constexpr = out_layout(C.WARPS, C.GATED)
-    WARPS_L: gl.constexpr = warps_layout(C.WARPS, C.GATED)
     PARTIALS_L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [C.WARPS, 1], [1, 0])
     HALVES: gl.constexpr = 2 if C.GATED else 1
-    FACTOR: gl.constexpr = factor(C.FORM, True)
     NORMED: gl.constexpr = C.EPILOGUE == "normed" or C.GATED
     RESIDUAL: gl.constexpr = C.EPILOGUE == "residual"
     thread = gl.arange(0, C.WARPS * 32, gl.SliceLayout(1, L))
@@ -282,7 +297,7 @@ def _multiply(C: gl.constexpr, w):
     row = lane // 8 + lane // 4 % 2 * 4  # The first row of the lane. The second row is eight rows later.
     scales = ()
     if C.GROUPED:
-        scales = _load_scales(C, w, gl.program_id(0), warp, row)
+        scales = load_group_scales(C, w.scale_ptr, gl.program_id(0), warp, row)
     some = any_row_runs(o, 8, C.WARPS)
     if C.PDL:
         gdc_wait()
@@ -326,18 +341,15 @@ def _multiply(C: gl.constexpr, w):
             row_scales, scales_next = (), scales
             if not C.GROUPED:
                 for half in gl.static_range(HALVES):
-                    row_scales += (gl.load(w.scale_ptr + (offs_n + half * C.N) // C.SCALE_ROWS).to(gl.float32),)
+                    row_scales += (gl.load(w.scale_ptr + (offs_n + half * C.N) // C.SCALE_ROWS),)
             elif C.SHARED:
-                scales_next = _load_scales(C, w, gl.minimum(block + C.PROGRAMS, C.BLOCKS - 1), warp, row)
+                scales_next = load_group_scales(C, w.scale_ptr, gl.minimum(block + C.PROGRAMS, C.BLOCKS - 1), warp, row)
             parts = sums_of(_block_sums(C, w, iteration, x, zero_sums, scales, L), C.GATED, C.WARPS)
             for half in gl.static_range(HALVES):
                 w.kept_sums[half].store(parts[half])
             ys = ()
             for half in gl.static_range(HALVES):
-                y = gl.sum(w.kept_sums[half].load(WARPS_L), 0)
-                y = gl.convert_layout(y, OUT_L, assert_trivial=True) * FACTOR
-                if not C.GROUPED:
-                    y *= row_scales[half]
+                y = sum_of_warps(C, w.kept_sums, row_scales, half)
                 if NORMED:
                     y *= scale[None, :]
                 ys += (y,)

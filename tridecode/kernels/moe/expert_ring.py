@@ -16,9 +16,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..common import cdiv, gdc_launch_dependents, gdc_wait, next_power_of_2, options
-from ..linear.bits import factor
 from ..linear.gluon_epilogue import norm_scale, silu
-from ..linear.matmul_ring import add_tile, multiplies, out_layout, ring_descriptor, warps_layout
+from ..linear.matmul_ring import (
+    add_tile,
+    lane_sums,
+    load_group_scales,
+    multiplies,
+    out_layout,
+    ring_descriptor,
+    sum_of_warps,
+)
 from ..linear.mma_lanes import WORDS, all_raised, lanes_layout, load_words, parts_of, sums_of, zero_sum
 from ..linear.packed import Packed
 from ..linear.project import Normed
@@ -126,25 +133,19 @@ def _copy_item(C: gl.constexpr, w, item, expert):
 def _load_scales(C: gl.constexpr, w, expert, block, warp, row, OUT_L: gl.constexpr):
     """Load the scales of a block.
 
-    With GROUPED these are, for each of the warps' tiles, the scales of both rows of a lane. Otherwise they are the
-    scales of the rows of gate and of up, or of all rows, [OUT_N, 1].
+    With GROUPED, see `load_group_scales`. Otherwise they are the scales of the rows of gate and of up, or of all rows,
+    [OUT_N, 1].
     """
     HALVES: gl.constexpr = 2 if C.GATED else 1
-    scales = w.scale_ptr + expert.to(gl.int64) * (C.ROWS // C.SCALE_ROWS * C.GROUPS)
-    loaded = ()
+    scale_ptr = w.scale_ptr + expert.to(gl.int64) * (C.ROWS // C.SCALE_ROWS * C.GROUPS)
     if C.GROUPED:
-        low = scales + (block * C.OUT_N + row) // C.SCALE_ROWS * C.GROUPS
-        high = scales + (block * C.OUT_N + row + (C.N if C.GATED else 8)) // C.SCALE_ROWS * C.GROUPS
-        for c in gl.static_range(C.TILES):
-            column = c * C.STEP + warp * (C.PARTS * 32)
-            if (c + 1) * C.STEP > C.K:
-                column = gl.minimum(column, C.K - 1)
-            loaded += (gl.load(low + column // C.GROUP), gl.load(high + column // C.GROUP))
+        return load_group_scales(C, scale_ptr, block, warp, row)
     else:
         offs_n = block * C.OUT_N + gl.arange(0, C.OUT_N, gl.SliceLayout(1, OUT_L))[:, None]
+        loaded = ()
         for half in gl.static_range(HALVES):
-            loaded += (gl.load(scales + (offs_n + half * C.N) // C.SCALE_ROWS),)
-    return loaded
+            loaded += (gl.load(scale_ptr + (offs_n + half * C.N) // C.SCALE_ROWS),)
+        return loaded
 
 
 @gluon.jit
@@ -215,10 +216,7 @@ def _item_sums(C: gl.constexpr, w, number, x, zero_sums, scales, L: gl.constexpr
         tile_x += (x[i * C.PARTS : (i + 1) * C.PARTS],)
     for i in gl.static_range(C.TILES):
         acc, chains = add_tile(C, w, acc, chains, tiles[i], tile_x, zero_sums, scales, i, L)
-    if C.FRESH:
-        return acc[0] + acc[1]
-    else:
-        return (chains[0][0] + chains[0][1]) + (chains[1][0] + chains[1][1])
+    return lane_sums(C, acc, chains)
 
 
 @gluon.jit
@@ -226,9 +224,7 @@ def _multiply(C: gl.constexpr, w):
     """Compute the items of the program."""
     L: gl.constexpr = lanes_layout(C.WARPS)
     OUT_L: gl.constexpr = out_layout(C.WARPS, C.GATED)
-    WARPS_L: gl.constexpr = warps_layout(C.WARPS, C.GATED)
     HALVES: gl.constexpr = 2 if C.GATED else 1
-    FACTOR: gl.constexpr = factor(C.FORM, True)
     thread = gl.arange(0, C.WARPS * 32, gl.SliceLayout(1, L))
     warp, lane = thread // 32, thread % 32
     row = lane // 8 + lane // 4 % 2 * 4  # The first row of the lane. The second row is eight rows later.
@@ -249,8 +245,8 @@ def _multiply(C: gl.constexpr, w):
         next_item = gl.minimum(item + 1, w.end - 1)
         next_scales = _load_scales(C, w, next_expert, next_item % C.BLOCKS, warp, row, OUT_L)
         next_expert, later_expert = _expert_of(C, w, item + 2), _expert_of(C, w, item + C.STAGES)
-        lane_sums = _item_sums(C, w, item - w.begin, x, zero_sums, scales, L)
-        parts = sums_of(lane_sums, C.GATED, C.WARPS)
+        summed = _item_sums(C, w, item - w.begin, x, zero_sums, scales, L)
+        parts = sums_of(summed, C.GATED, C.WARPS)
         for half in gl.static_range(HALVES):
             w.kept_sums[half].store(parts[half])
         fence_async_shared()
@@ -259,11 +255,7 @@ def _multiply(C: gl.constexpr, w):
             _copy_item(C, w, item + C.STAGES, later_expert)
         ys = ()
         for half in gl.static_range(HALVES):
-            y = gl.sum(w.kept_sums[half].load(WARPS_L), 0)
-            y = gl.convert_layout(y, OUT_L, assert_trivial=True) * FACTOR
-            if not C.GROUPED:
-                y *= scales[half].to(gl.float32)
-            ys += (y * scale[None, :],)
+            ys += (sum_of_warps(C, w.kept_sums, scales, half) * scale[None, :],)
         y = ys[0]
         if C.GATED:
             y = silu(y) * ys[1]
