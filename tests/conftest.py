@@ -67,11 +67,14 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_sessionstart(session):
-    """Compile in this process if pytest-xdist runs several test processes, which already use all CPUs."""
-    if torch.cuda.is_available() and os.environ.get("PYTEST_XDIST_WORKER"):
+    """If pytest-xdist runs several test processes, share the CPUs: fewer threads, and no processes that compile."""
+    if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
+        from tridecode.plan import threads
         from tridecode.step import compiling
 
-        compiling.MAX_WORKERS, compiling.MAX_IN_PROCESS = 2, sys.maxsize
+        threads.use(max(len(os.sched_getaffinity(0)) // workers, 1))
+        if torch.cuda.is_available():
+            compiling.MAX_WORKERS, compiling.MAX_IN_PROCESS = 2, sys.maxsize
 
 
 def pytest_addoption(parser):
