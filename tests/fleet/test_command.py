@@ -28,6 +28,20 @@ def test_an_unreachable_cluster(run):
     assert "ray start --head" in one_line(run("fleet", "--gpus", "0", "--address", "127.0.0.1:1"))
 
 
+def test_an_update_without_a_cluster_starts_none(run, monkeypatch):
+    ray = pytest.importorskip("ray")
+    addresses = []
+
+    def init(address, **options):
+        addresses.append(address)
+        raise ConnectionError("Could not find any running Ray instance.")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert "no Ray cluster runs on this machine" in one_line(run("fleet", "--gpus", "0", "--update"))
+    assert addresses == ["auto"]
+
+
 def test_a_wrong_file(run, tmp_path):
     pytest.importorskip("yaml")
     path = tmp_path / "fleet.yaml"

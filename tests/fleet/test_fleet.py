@@ -206,10 +206,13 @@ def test_serve_run_uses_the_builder(fleet, tmp_path):
     serve.delete("second")
 
 
-def test_a_rolling_update_fails_no_request(fleet, expected):
-    before = set(processes())
+def test_a_rolling_update_fails_no_request(fleet, expected, tmp_path):
+    path, before = tmp_path / "fleet.yaml", set(processes())
+    path.write_text(json.dumps({"models": [MODEL | {"replicas": 2}], "port": fleet.port, "gateways": 2}))
+    command = [sys.executable, "-m", "tridecode", "fleet", path, "--update"]  # It finds the cluster on this machine.
     with fleet.load() as outcomes:
-        fleet.deploy()
+        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": PATH}, capture_output=True, timeout=SECONDS)
+        assert done.returncode == 0, done.stderr.decode()[-2000:]
         until(lambda: not before & set(processes()), SECONDS)
         fleet.ready()
     assert [(question, text) for question, text in outcomes if text != expected[question]] == []

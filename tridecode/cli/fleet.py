@@ -42,7 +42,7 @@ def fleet(args, output: Output) -> int:
         from ray import serve
     except ModuleNotFoundError as error:
         raise missing(error.name or "ray") from None
-    connect(ray, config.address, args.verbose)
+    connect(ray, config.address, args.verbose, args.update)
     try:
         if args.update:
             update(serve, build(config), output)
@@ -84,11 +84,17 @@ def update(serve, application, output: Output) -> None:
         raise TridecodeError(failure(serve, error)) from None
 
 
-def connect(ray, address: str | None, verbose: bool) -> None:
-    """Connect to the Ray cluster, or start Ray on this machine. Raises TridecodeError."""
+def connect(ray, address: str | None, verbose: bool, exists: bool) -> None:
+    """Connect to the Ray cluster, or start Ray on this machine. Raises TridecodeError.
+
+    Args:
+        address: the address of the cluster, or None.
+        exists: if there is no address, search this machine for a cluster, and start none.
+    """
     warnings.filterwarnings("ignore", module="ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    address = address or os.environ.get("RAY_ADDRESS")
+    # Without an address Ray finds the cluster of `ray start`, but not that of another `tridecode fleet`. "auto" does.
+    address = address or os.environ.get("RAY_ADDRESS") or ("auto" if exists else None)
     level = logging.INFO if verbose else logging.ERROR
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(level)
@@ -101,6 +107,8 @@ def connect(ray, address: str | None, verbose: bool) -> None:
     except (RuntimeError, ValueError, OSError, OverflowError) as error:
         if address is None:
             raise TridecodeError(f"Ray cannot start: {brief(error)}; --verbose shows more") from None
+        if address == "auto":
+            raise TridecodeError("no Ray cluster runs on this machine; name one with --address HOST:PORT") from None
         why = f"no Ray cluster can be reached at {address}: {brief(error, 80)}"
         raise TridecodeError(f"{why}; start it there with: ray start --head") from None
 
