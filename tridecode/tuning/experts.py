@@ -141,18 +141,23 @@ def _packed_tiles(
 
 
 def _ring(packed: Packed, outputs: int, expected: float, gpu: Device) -> RingTilesConfig | None:
-    """Choose the smallest number of warps whose registers hold the activations, and fill the shared memory.
+    """Choose the launch config of a product of expert_ring, whose programs fill the shared memory.
 
-    None: expert_ring does not support the weight, or expert_packed is faster.
+    A warp holds its columns of the activations in registers: up to 384 columns with two or four warps. Eight warps hold
+    more, with fewer registers of a thread, or with all of them if a multiprocessor has room for only one program.
+
+    None: expert_ring does not support the weight, expert_packed is faster, or two stages do not fit.
     """
     if not ring_supports(packed, outputs) or expected < RING_EXPECTED[packed.number_type]:
         return None
     warps = next((warps for warps in (2, 4) if packed.k <= 384 * warps), 8)
     registers = 128 if warps == 8 else 168
-    fit = gpu.registers // (32 * warps * registers)
-    stage = stage_places(packed.k, packed.tile, warps) * warps * 1024
-    stages = max(2, min(8, ((gpu.shared_memory - RESERVED) // fit - RESERVED) // stage))
-    return RingTilesConfig(warps, stages, gpu.multiprocessors * fit, registers)
+    stage, room = stage_places(packed.k, packed.tile, warps) * warps * 1024, gpu.shared_memory - RESERVED
+    fit = min(gpu.registers // (32 * warps * registers), room // (2 * stage + RESERVED))
+    if not fit:
+        return None
+    stages = min(8, (room // fit - RESERVED) // stage)
+    return RingTilesConfig(warps, stages, gpu.multiprocessors * fit, registers if fit > 1 else 0)
 
 
 def _decode_tiles(packed: Packed, block_m: int, gpu: Device) -> PackedTilesConfig:

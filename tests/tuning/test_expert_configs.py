@@ -1,0 +1,60 @@
+"""The launch configs of expert_ring fit the shared memory and the registers of the GPU."""
+
+import pytest
+from models_to_tune import device
+
+from tridecode.kernels.linear.packed import Packed
+from tridecode.kernels.moe.arguments import ExpertSizes
+from tridecode.kernels.moe.expert_packed import PackedTilesConfig
+from tridecode.kernels.moe.expert_ring import RING_PAIRS, RingTilesConfig, stage_places
+from tridecode.tuning.experts import experts_config
+
+H100 = device(90)
+SIZES = ExpertSizes(experts=128, top_k=8, intermediate=768)
+FORMS = {"int4": (4, 128), "e4m3": (8, 128), "int4 a row": (4, 0), "e4m3 a row": (8, 0)}
+
+
+def packed(form: str, k: int) -> Packed:
+    bits, group = FORMS[form]
+    return Packed(form.split()[0], bits, k, group or k)
+
+
+def tiles(form: str, hidden: int, intermediate: int, rows: int) -> tuple:
+    """Return the configs of gate_up and down."""
+    sizes = SIZES._replace(intermediate=intermediate)
+    return experts_config(sizes, rows, H100, False, packed=(packed(form, hidden), packed(form, intermediate))).tiles
+
+
+def bytes_of(form: str, k: int, config: RingTilesConfig) -> int:
+    """Return the shared memory of a program: stages, their barriers, and the sums of the warps."""
+    stage = stage_places(k, packed(form, k).tile, config.num_warps) * config.num_warps * 1024
+    return config.stages * (stage + 8) + config.num_warps * 16 * RING_PAIRS * 4
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [8, 16, 32, 64])
+def test_programs_fit_a_multiprocessor(form, rows):
+    rings = 0
+    for k in range(256, 12288 + 1, 256):
+        for config in tiles(form, k, k, rows):
+            assert isinstance(config, RingTilesConfig | PackedTilesConfig)
+            assert config.tile == RING_PAIRS
+            if isinstance(config, RingTilesConfig):
+                rings += 1
+                used, programs = bytes_of(form, k, config), config.programs // H100.multiprocessors
+                assert used <= H100.shared_memory and programs * (used + 1024) <= H100.shared_memory_each, k
+                assert programs * config.num_warps * 32 * (config.registers or 255) <= H100.registers, k
+                assert config.stages >= 2, k
+    assert rings or (form.startswith("int4") and rows == 8), "no width uses the ring"
+
+
+def test_wide_experts_in_fp8_do_not_use_the_ring():
+    assert isinstance(tiles("e4m3", 4096, 768, 16)[0], RingTilesConfig)
+    gate_up, down = tiles("e4m3", 6144, 768, 16)
+    assert isinstance(gate_up, PackedTilesConfig) and isinstance(down, RingTilesConfig)
+
+
+def test_one_program_of_large_stages_has_all_registers():
+    gate_up, down = tiles("e4m3", 3584, 2560, 16)
+    assert (gate_up.programs, gate_up.registers) == (H100.multiprocessors, 0)
+    assert (down.num_warps, down.registers) == (8, 0)
