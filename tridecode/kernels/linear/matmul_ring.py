@@ -80,7 +80,7 @@ def out_layout(warps, gated):
 
 
 @gluon.constexpr_function
-def warps_layout(warps, gated):
+def _warps_layout(warps, gated):
     """Return the layout of the warps' sums, before `out_layout`, in which each lane has the sums of all warps."""
     return gl.BlockedLayout([warps, 1, 1], [1, 8, 4] if gated else [1, 16, 2], [1, 1, warps], [0, 1, 2])
 
@@ -155,12 +155,13 @@ def _produce(C: gl.constexpr, w):
 
 
 @gluon.jit
-def _load_x(C: gl.constexpr, w, warp, lane, c: gl.constexpr, L: gl.constexpr):
-    """Load the activations of the warps' tiles c: int32 [threads, 4] for each part, 0 beyond the last column."""
-    column = (warp * (C.PARTS * 32) + lane % 4 * 8)[:, None]
-    x_words = w.x_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-    words = column // 2 + gl.arange(0, 4, gl.SliceLayout(0, L))[None, :]
-    xs = x_words + gl.minimum(lane // 4, w.outputs.rows - 1)[:, None] * (w.stride_xm // 2) + words
+def load_tile_x(C: gl.constexpr, xs, column, c: gl.constexpr):
+    """Load the activations of the warps' tiles c: int32 [threads, 4] for each part, 0 beyond the last column.
+
+    Args:
+        xs: pointers to the words of the first tile, [threads, 4].
+        column: the first column of each thread in the first tile, [threads, 1].
+    """
     loaded = ()
     for part in gl.static_range(C.PARTS):
         ptrs = xs + (c * C.STEP // 2 + part * 16)
@@ -169,6 +170,16 @@ def _load_x(C: gl.constexpr, w, warp, lane, c: gl.constexpr, L: gl.constexpr):
         else:
             loaded += (gl.load(ptrs),)
     return loaded
+
+
+@gluon.jit
+def _load_x(C: gl.constexpr, w, warp, lane, c: gl.constexpr, L: gl.constexpr):
+    """Load the activations of the warps' tiles c; see `load_tile_x`."""
+    column = (warp * (C.PARTS * 32) + lane % 4 * 8)[:, None]
+    x_words = w.x_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    words = column // 2 + gl.arange(0, 4, gl.SliceLayout(0, L))[None, :]
+    xs = x_words + gl.minimum(lane // 4, w.outputs.rows - 1)[:, None] * (w.stride_xm // 2) + words
+    return load_tile_x(C, xs, column, c)
 
 
 @gluon.jit
@@ -239,7 +250,7 @@ def lane_sums(C: gl.constexpr, acc, chains):
 @gluon.jit
 def sum_of_warps(C: gl.constexpr, kept_sums, row_scales, half: gl.constexpr):
     """Return the sums of all warps, or of one half of the rows if GATED, [OUT_N, 8]. Without GROUPED, scale them."""
-    y = gl.sum(kept_sums[half].load(warps_layout(C.WARPS, C.GATED)), 0)
+    y = gl.sum(kept_sums[half].load(_warps_layout(C.WARPS, C.GATED)), 0)
     y = gl.convert_layout(y, out_layout(C.WARPS, C.GATED), assert_trivial=True) * factor(C.FORM, True)
     if C.GROUPED:
         return y

@@ -4,8 +4,8 @@ gate_up and down multiply tiles of at most eight pairs that `sort_pairs` lists. 
 16 rows of the weight at a time into a ring in shared memory, and mma multiplies them by eight rows of activations. The
 warps of a program share the columns.
 
-Weights in flight are not in registers, so no other load of a program waits for them (see expert_packed.py, whose loads
-share the six scoreboards of a warp).
+Weights in flight are not in registers, so no other load of a program waits for them. In expert_packed.py they share the
+six hardware counters (scoreboards) by which a warp waits for its loads.
 """
 
 from collections import namedtuple
@@ -15,12 +15,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ..common import cdiv, gdc_launch_dependents, gdc_wait, next_power_of_2, options
+from ..common import gdc_launch_dependents, gdc_wait, next_power_of_2, options
 from ..linear.gluon_epilogue import norm_scale, silu
 from ..linear.matmul_ring import (
     add_tile,
     lane_sums,
     load_group_scales,
+    load_tile_x,
     multiplies,
     out_layout,
     ring_descriptor,
@@ -77,7 +78,7 @@ def stage_places(k, tile, warps):
 
 # The work of a program:
 # - arguments of the kernel
-# - ring: [STAGES, PAIRS, 2, 8, 32] int32
+# - ring: [STAGES, TILE_PAIRS, 2, 8, 32] int32
 # - full: barriers, one a stage, completed when the stage has arrived
 # - kept_sums: shared memory for the sums of the warps
 # - begin, end: the items of this program. An item is the product of a tile of pairs and a block.
@@ -96,21 +97,23 @@ def _constants(**constexprs):
     STEP: columns of the tiles of all warps together.
     TILES: tiles of a row for each warp.
     PLACES: see `stage_places`.
-    PAIRS: pairs of places of a row in a stage.
+    TILE_PAIRS: pairs of places of a row in a stage.
     OUT_N: outputs of a block.
     BLOCKS: blocks of the weight of an expert.
     ROWS: rows of the weight of an expert.
-    GROUPED, FRESH, SHARED, X_SHARED: see matmul_ring.
+    HALVES: 2 with GATED, for the rows of gate and of up; otherwise 1.
+    GROUPS, GROUPED, FRESH: see matmul_ring.
+    SHARED, X_SHARED: the activations are raised, and in registers. `add_tile` reads these constants.
     """
     k, n, form, gated = constexprs["K"], constexprs["N"], constexprs["FORM"], constexprs["GATED"]
-    parts, grouped, out_n = parts_of(form), constexprs["GROUP"] < k, 8 if gated else 16
+    parts, groups, out_n = parts_of(form), -(-k // constexprs["GROUP"]), 8 if gated else 16
     step = constexprs["WARPS"] * parts * 32
     tiles = -(-k // step)
     places = stage_places(k, parts * 32, constexprs["WARPS"])
     return Constants(
-        **constexprs, PARTS=parts, STEP=step, TILES=tiles, PLACES=places, PAIRS=places * constexprs["WARPS"] // 2,
-        OUT_N=out_n, BLOCKS=n // out_n,
-        ROWS=2 * n if gated else n, GROUPED=grouped, FRESH=grouped or form == "int4", SHARED=True, X_SHARED=False,
+        **constexprs, PARTS=parts, STEP=step, TILES=tiles, PLACES=places, TILE_PAIRS=places * constexprs["WARPS"] // 2,
+        OUT_N=out_n, BLOCKS=n // out_n, ROWS=2 * n if gated else n, HALVES=2 if gated else 1, GROUPS=groups,
+        GROUPED=groups > 1, FRESH=groups > 1 or form == "int4", SHARED=True, X_SHARED=False,
     )  # fmt: skip
 
 
@@ -125,7 +128,7 @@ def _copy_item(C: gl.constexpr, w, item, expert):
     """Copy the rows of the weight for an item to its place in the ring."""
     stage = (item - w.begin) % C.STAGES
     row = expert * C.ROWS + item % C.BLOCKS * C.OUT_N
-    mbarrier.expect(w.full.index(stage), C.PAIRS * 2048)
+    mbarrier.expect(w.full.index(stage), C.TILE_PAIRS * 2048)
     async_load(w.weight_desc, [0, 0, row, 0], w.full.index(stage), w.ring.index(stage))
 
 
@@ -136,14 +139,13 @@ def _load_scales(C: gl.constexpr, w, expert, block, warp, row, OUT_L: gl.constex
     With GROUPED, see `load_group_scales`. Otherwise they are the scales of the rows of gate and of up, or of all rows,
     [OUT_N, 1].
     """
-    HALVES: gl.constexpr = 2 if C.GATED else 1
     scale_ptr = w.scale_ptr + expert.to(gl.int64) * (C.ROWS // C.SCALE_ROWS * C.GROUPS)
     if C.GROUPED:
         return load_group_scales(C, scale_ptr, block, warp, row)
     else:
         offs_n = block * C.OUT_N + gl.arange(0, C.OUT_N, gl.SliceLayout(1, OUT_L))[:, None]
         loaded = ()
-        for half in gl.static_range(HALVES):
+        for half in gl.static_range(C.HALVES):
             loaded += (gl.load(scale_ptr + (offs_n + half * C.N) // C.SCALE_ROWS),)
         return loaded
 
@@ -169,12 +171,7 @@ def _load_pairs(C: gl.constexpr, w, tile, warp, lane, L: gl.constexpr, OUT_L: gl
     xs = xs + gl.arange(0, 4, gl.SliceLayout(0, L))[None, :]
     loaded, x, zero_sums = (), (), ()
     for c in gl.static_range(C.TILES):
-        for part in gl.static_range(C.PARTS):
-            ptrs = xs + (c * C.STEP // 2 + part * 16)
-            if (c + 1) * C.STEP > C.K:
-                loaded += (gl.load(ptrs, mask=column + c * C.STEP < C.K, other=0),)
-            else:
-                loaded += (gl.load(ptrs),)
+        loaded += (load_tile_x(C, xs, column, c),)
     offs_m = gl.arange(0, 8, gl.SliceLayout(0, OUT_L))
     pairs = gl.load(w.pairs_ptr + first + gl.minimum(offs_m, count - 1))
     scale = 1.0 + gl.zeros([8], gl.float32, gl.SliceLayout(0, OUT_L))
@@ -189,7 +186,7 @@ def _load_pairs(C: gl.constexpr, w, tile, warp, lane, L: gl.constexpr, OUT_L: gl
         partials = gl.load(ptrs, mask=(offs_s < w.n_sumsq) & (rows[:, None] >= 0), other=0.0)
         scale = scale * norm_scale(partials, C.K, w.eps, gl.SliceLayout(0, OUT_L))
     for c in gl.static_range(C.TILES):
-        tile_x = all_raised(loaded[c * C.PARTS : (c + 1) * C.PARTS], C.FORM)
+        tile_x = all_raised(loaded[c], C.FORM)
         x += tile_x
         if C.FORM == "int4":
             zero_sums += (zero_sum(tile_x),)
@@ -224,7 +221,6 @@ def _multiply(C: gl.constexpr, w):
     """Compute the items of the program."""
     L: gl.constexpr = lanes_layout(C.WARPS)
     OUT_L: gl.constexpr = out_layout(C.WARPS, C.GATED)
-    HALVES: gl.constexpr = 2 if C.GATED else 1
     thread = gl.arange(0, C.WARPS * 32, gl.SliceLayout(1, L))
     warp, lane = thread // 32, thread % 32
     row = lane // 8 + lane // 4 % 2 * 4  # The first row of the lane. The second row is eight rows later.
@@ -247,14 +243,14 @@ def _multiply(C: gl.constexpr, w):
         next_expert, later_expert = _expert_of(C, w, item + 2), _expert_of(C, w, item + C.STAGES)
         summed = _item_sums(C, w, item - w.begin, x, zero_sums, scales, L)
         parts = sums_of(summed, C.GATED, C.WARPS)
-        for half in gl.static_range(HALVES):
+        for half in gl.static_range(C.HALVES):
             w.kept_sums[half].store(parts[half])
         fence_async_shared()
         barrier()  # All warps have read the stage.
         if item + C.STAGES < w.end:
             _copy_item(C, w, item + C.STAGES, later_expert)
         ys = ()
-        for half in gl.static_range(HALVES):
+        for half in gl.static_range(C.HALVES):
             ys += (sum_of_warps(C, w.kept_sums, scales, half) * scale[None, :],)
         y = ys[0]
         if C.GATED:
@@ -272,7 +268,7 @@ def _expert_ring_kernel(
     x_ptr, weight_desc, scale_ptr, out_ptr, pairs_ptr, tiles_ptr, count_ptr, pair_weights_ptr, sumsq_ptr, eps,
     stride_xm, stride_sumsq, n_sumsq, N: gl.constexpr, K: gl.constexpr, USED: gl.constexpr, GATED: gl.constexpr,
     NORMED: gl.constexpr, SUMSQ_BLOCK: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, SCALE_ROWS: gl.constexpr,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, PROGRAMS: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, WARPS: gl.constexpr, PROGRAMS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Multiply the rows of each tile of pairs by the weight of its expert, and store the results by pair.
 
@@ -299,14 +295,13 @@ def _expert_ring_kernel(
         gdc_launch_dependents()
     C: gl.constexpr = _constants(
         N=N, K=K, USED=USED, GATED=GATED, NORMED=NORMED, SUMSQ_BLOCK=SUMSQ_BLOCK, FORM=FORM, GROUP=GROUP,
-        SCALE_ROWS=SCALE_ROWS, GROUPS=GROUPS, STAGES=STAGES, WARPS=WARPS, PDL=PDL,
+        SCALE_ROWS=SCALE_ROWS, STAGES=STAGES, WARPS=WARPS, PDL=PDL,
     )  # fmt: skip
     RING_L: gl.constexpr = gl.NVMMASharedLayout(128, 32, 4)
     SUMS_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    HALVES: gl.constexpr = 2 if GATED else 1
-    ring = gl.allocate_shared_memory(gl.int32, [STAGES, C.PAIRS, 2, 8, WORDS], RING_L)
+    ring = gl.allocate_shared_memory(gl.int32, [STAGES, C.TILE_PAIRS, 2, 8, WORDS], RING_L)
     kept_sums = ()
-    for _ in gl.static_range(HALVES):
+    for _ in gl.static_range(C.HALVES):
         kept_sums += (gl.allocate_shared_memory(gl.float32, [WARPS, C.OUT_N, 8], SUMS_L),)
     full = barriers(STAGES)
     fence_async_shared()
@@ -333,7 +328,7 @@ def _launch(x, linear, tiles, routes, out, normed: Normed | None, sizes, config,
         x, weight, linear.scale, out, *tiles, routes.weights, sumsq, eps, x.stride(0) if gated else k, sumsq.stride(0),
         n_sumsq, N=n, K=k, USED=sizes.used, GATED=gated, NORMED=normed is not None,
         SUMSQ_BLOCK=next_power_of_2(max(n_sumsq, 32)), FORM=packed.number_type, GROUP=packed.group,
-        SCALE_ROWS=packed.rows, GROUPS=cdiv(k, packed.group), STAGES=config.stages, WARPS=config.num_warps,
+        SCALE_ROWS=packed.rows, STAGES=config.stages, WARPS=config.num_warps,
         PROGRAMS=config.programs, PDL=pdl, **options(config.num_warps, pdl, config.registers),
     )  # fmt: skip
 
