@@ -73,7 +73,7 @@ def _adapter_rows_kernel(
 
 
 def adapter_rows(meta, chunks, slots, numbers, listed, ordered: PairTiles, adapters: int, tile: int, *, pdl=False):
-    """Write the adapter of each row to numbers, and the number of distinct adapters and the adapters to listed.
+    """Write the adapter of each row, the list of distinct adapters, and the rows sorted by adapter.
 
     Args:
         meta: [decoding, META_WIDTH] int32, the first rows. None: no rows decode.

@@ -1,4 +1,7 @@
-"""sort_pairs: sorts the pairs of rows and experts by expert, and divides them into tiles."""
+"""sort_pairs: sorts the pairs of rows and experts by expert, and divides them into tiles.
+
+Adapters use it too: then a row is a pair, and its adapter is the expert.
+"""
 
 from typing import NamedTuple
 
@@ -21,9 +24,9 @@ class PairTiles(NamedTuple):
     The tensors have room for all pairs. Only the first elements of the flattened tensors are in use.
     """
 
-    pairs: torch.Tensor  # int32 [rows, used experts], numbers of pairs
-    tiles: torch.Tensor  # int32 [rows, used experts, TILE_FIELDS], an entry for each tile
-    number: torch.Tensor  # int32 [rows, 1]: the first element is the number of tiles
+    pairs: torch.Tensor  # int32 [..., used experts], numbers of pairs
+    tiles: torch.Tensor  # int32 [..., used experts, TILE_FIELDS], an entry for each tile
+    number: torch.Tensor  # int32: the first element is the number of tiles
 
 
 @triton.jit
@@ -105,12 +108,12 @@ def sort_pairs(meta, ids, sorted_pairs: PairTiles, experts: int, tile: int, *, p
             have the ids -1.
         ids: int32 [rows, used experts].
         sorted_pairs: the sorted pairs and their tiles (outputs).
-        experts: number of stored experts.
+        experts: number of experts: all stored ones, or for adapters one more than their number.
         tile: maximum number of pairs of a tile.
     """
     pairs, used = ids.numel(), ids.shape[1]
     warps, block = (4, 1024) if pairs <= 1024 else (16, 4096)
-    if meta is not None:  # In prompt passes, which may have any number of rows, there are only two kernels.
+    if meta is not None:  # Without meta, any number of rows is possible, so BLOCK has only two values.
         block = min(next_power_of_2(pairs), block)
     _sort_pairs_kernel[(experts,)](
         ids if meta is None else meta, ids, *sorted_pairs, pairs, used, meta is not None, experts,

@@ -113,9 +113,10 @@ class AdapterPool:
         """
         place, own = self.places[layer, name], self.prompt if prompt else self.decode
         a, b = self.weights[:, place.a : place.b], self.weights[:, place.b : place.end]
-        numbers, y = own.numbers[:rows], own.y[:splits, :rows]
-        ranks, (linear, ends) = self.ranks[place.number], (place.linear, place.ends)
-        return LinearAdapters(a, b, ranks, numbers, own.listed, own.ordered, own.tile, y, linear.k, ends)
+        return LinearAdapters(
+            a, b, self.ranks[place.number], own.numbers[:rows], own.listed, own.ordered, own.tile,
+            own.y[:splits, :rows], place.linear.k, place.ends,
+        )  # fmt: skip
 
     def fill(self, rank: int) -> None:
         """Fill the pool with random adapters of this rank, for benchmarks. All slots get the first adapter."""
@@ -172,14 +173,13 @@ def adapter_bytes(spec: ModelSpec, dtype: torch.dtype, max_rank: int) -> int:
 
 def make_adapters(
     spec: ModelSpec, device: torch.device | str, dtype: torch.dtype, count: int, max_rank: int, slots: int, rows: int,
-    prompt_rows: int, batch_invariant: bool = False,
+    prompt_rows: int,
 ) -> AdapterPool:  # fmt: skip
     """Allocate a pool of `count` adapters.
 
     Args:
         max_rank: largest rank of an adapter, a multiple of adapters.RANK_STEP.
         rows, prompt_rows: rows of the largest decode pass and prompt pass.
-        batch_invariant: the order of the sums of a row is the same in decode and in prompt passes.
     """
     places, width = places_of(spec, max_rank)
     parts = max(len(place.linear.parts) for place in places.values())
@@ -197,7 +197,7 @@ def make_adapters(
         ranks=integers(len(places), count + 1),
         slots=integers(slots),
         places=places,
-        decode=row_adapters(rows, MAX_SPLIT, PROMPT_TILE if batch_invariant else TILE),
+        decode=row_adapters(rows, MAX_SPLIT, TILE),
         prompt=row_adapters(prompt_rows, 1, PROMPT_TILE),
         staged_ranks=integers(len(places)),
     )

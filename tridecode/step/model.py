@@ -529,7 +529,7 @@ def make_model(
     adapter_configs: Mapping[int, PassConfigs] = {}
     if adapters:
         largest = max(rows, verifying), prompt_rows + rows
-        pool = make_adapters(spec, device, dtype, adapters, max_rank, slots, *largest, batch_invariant)
+        pool = make_adapters(spec, device, dtype, adapters, max_rank, slots, *largest)
         adapter_configs = configs or choose_configs(spec, weights, gpu, batch_invariant, user_table=True, adapters=True)
     return DecodeModel(
         spec=spec,

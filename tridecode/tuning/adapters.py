@@ -12,9 +12,10 @@ def shrink_config(k: int, rows: int, batch_invariant: bool, prompt: bool = False
 
     Args:
         batch_invariant: the order of the sums of a row does not depend on the number of rows.
-        prompt: whether the pass is a prompt pass, whose tiles of rows occupy the device.
+        prompt: whether the pass is a prompt pass. It has enough tiles of rows to fill the GPU, so the columns are not
+            split.
     """
     if prompt:
         return ShrinkConfig(steps=-(-k // COLUMNS_OF_STEP), num_warps=8)
     columns = COLUMNS if rows == 1 and not batch_invariant else COLUMNS_OF_ROWS
-    return ShrinkConfig(min(-(-k // columns), MAX_SPLIT), num_warps=8 if batch_invariant else 4)
+    return ShrinkConfig(min(-(-k // columns), MAX_SPLIT))

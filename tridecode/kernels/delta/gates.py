@@ -77,7 +77,7 @@ def rounded_ref(state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def rates(b: torch.Tensor, a: torch.Tensor, weights: DeltaWeights) -> tuple[torch.Tensor, torch.Tensor]:
     """Return beta and the log decay g, both fp32, of projections `b` and `a`, both [..., value heads].
 
-    Rows are computed one by one, because torch would round some numbers of several rows otherwise; see equal_sigmoid.
+    One row at a time: with several rows, torch on a CPU rounds some numbers differently (see equal_sigmoid).
     """
     softplus = _by_row(torch.nn.functional.softplus, a.float() + weights.dt_bias.float())
     return _by_row(torch.sigmoid, b.float()), -weights.a_log.float().exp() * softplus

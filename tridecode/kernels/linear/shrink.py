@@ -59,8 +59,7 @@ def _shrink_kernel(
     Args:
         x_ptr: [rows, K].
         a_ptr, ranks_ptr: see LinearAdapters.
-        rows_ptr, tiles_ptr, count_ptr: the rows sorted by adapter; see LinearAdapters.ordered. There is at least one
-            tile.
+        rows_ptr, tiles_ptr, count_ptr: the rows sorted by adapter; see LinearAdapters.ordered.
         y_ptr: [SPLIT, rows, ...] fp32 (output).
         BLOCK_M: maximum number of rows of a tile.
     """
@@ -68,11 +67,11 @@ def _shrink_kernel(
         gdc_launch_dependents()
     block, part, tile = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT, tl.program_id(1)
     tile_count = tl.load(count_ptr)
-    adapter, first, count = load_entry(tiles_ptr, tl.minimum(tile, tile_count - 1))
+    adapter, first, count = load_entry(tiles_ptr, tl.maximum(tl.minimum(tile, tile_count - 1), 0))
     rank = tl.load(ranks_ptr + adapter)
     if (tile >= tile_count) | (block * R_STEP >= PARTS * rank):
         if PDL:
-            if tile == 0:  # The grid ends after its predecessor, because some programs always wait.
+            if tile == 0:  # When this grid ends, its predecessors must have ended too, so some programs wait.
                 gdc_wait()
         return
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else x_ptr.dtype.element_ty

@@ -1,4 +1,4 @@
-"""Rings of stages in shared memory that TMA fills, for matmul_hopper and matmul_ring."""
+"""Rings of stages in shared memory that TMA fills, for matmul_hopper, matmul_ring and expert_ring."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
