@@ -145,6 +145,7 @@ MALFORMED = {
     ),
     "infinite theta": (build({"llama.rope.freq_base": scalar(F32, float("inf"))}), "rope.freq_base must be a number"),
     "experts": (build({"llama.expert_count": 8}), "a mixture of experts"),
+    "window as text": (build({"llama.attention.sliding_window": "8"}), "attention.sliding_window must be an integer"),
     "unknown scaling": (build({"llama.rope.scaling.type": "longrope"}), "rope.scaling.type must be one of"),
     "values of another size": (build({"llama.attention.value_length": 8}), "value_length must be equal"),
     "partial rotation": (
@@ -191,6 +192,14 @@ def test_good_file(tmp_path):
         path.write_bytes(build(version=version))
         assert Tokenizer.load(path).encode("xyx") == [4, 2]
         assert read_config(path)[0].num_layers == 1
+
+
+@pytest.mark.parametrize("window", [None, 0, 16])
+def test_sliding_window_of_a_mistral_model(window, tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(build({"llama.attention.sliding_window": window}))
+    (layer,) = read_config(path)[0].layers
+    assert layer.blocks[0].window == (window or 0)
 
 
 def test_huge_counts_allocate_nothing(tmp_path):

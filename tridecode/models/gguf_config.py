@@ -184,6 +184,9 @@ def config_values(gguf: GGUF, as_stored: bool = True) -> dict[str, Any]:
         "rope_parameters": _rope(gguf, read, prefix, head_dim, known.hybrid),
         "dtype": _dtype(gguf),
     }
+    if known.permuted and read.get(f"{prefix}.attention.sliding_window", 0) != 0:  # The file is of a Mistral model.
+        window = read.integer(f"{prefix}.attention.sliding_window", 1, 2**31 - 1)
+        values |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
     if known.hybrid:
         values |= _delta(read, prefix)
         if as_stored and known.tiled and values["linear_num_value_heads"] != values["linear_num_key_heads"]:
