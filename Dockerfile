@@ -1,13 +1,18 @@
 # syntax=docker/dockerfile:1
 # An image that serves a model; the README shows how to run it. The base contains no CUDA: PyTorch's wheels bring it.
 ARG PYTHON=3.13
+# Extras of pyproject.toml, separated by spaces, for example "serve fleet".
+ARG EXTRAS=serve
 
 FROM python:${PYTHON}-slim AS wheel
+ARG EXTRAS
 WORKDIR /source
 COPY . .
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheel . \
-    && python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-print(*project['dependencies'], *project['optional-dependencies']['serve'], sep='\n')" > /wheel/requirements.txt
+    && python -c "import sys, tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+extras = [each for extra in sys.argv[1:] for each in project['optional-dependencies'][extra] \
+if not each.startswith('tridecode[')]; \
+print(*project['dependencies'], *extras, sep='\n')" $EXTRAS > /wheel/requirements.txt
 
 FROM python:${PYTHON}-slim
 # Triton builds a launcher at the first run. The base has the headers of its Python, but no C compiler.
