@@ -20,8 +20,7 @@ PROMPT_SIZES = (
 MAX_PROMPT_GRAPH_TOKENS = 2048  # Maximum tokens of a captured prompt pass.
 QUERIES = (1, 2, 4, 8)  # Rows of a request in a captured decode pass: one for the next token, and one for each draft.
 # Number of requests -> cost of a pass with 1, 2, 4 and 8 rows of each request, relative to one row. Measured with
-# Qwen3-4B on an H200 at a context of 1,024 (docs/speculation.md). An engine that captures passes measures its own costs
-# (costs.py).
+# Qwen3-4B on an H200 at a context of 1,024. An engine that captures passes measures its own costs (costs.py).
 COSTS = {
     1: (1.0, 1.12, 1.16, 1.22), 2: (1.0, 1.03, 1.08, 1.14), 4: (1.0, 1.04, 1.10, 1.24), 8: (1.0, 1.07, 1.19),
     16: (1.0, 1.11),

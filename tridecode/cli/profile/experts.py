@@ -20,7 +20,7 @@ from ...models.presets import PRESETS
 from ...step.graphs import DecodePasses
 from ...step.run import Run, launch, run_reference
 from ...text.tokenizer import Tokenizer
-from ..bench.measure import model_facts, preset_engine, running
+from ..bench.measure import model_facts, need_gpu, preset_engine, running
 from ..bench.rows import print_table
 from ..inputs import read_file
 from ..options import engine_options
@@ -125,6 +125,7 @@ def routed(args, texts: Sequence[list[int]], layers: int) -> tuple[list[RoutedPa
         slots=rows, kv_tokens=rows * capacity, speculate="off", graph="none", prefix_sharing=False
     )
     if args.model is None:
+        need_gpu("--preset")
         engine = preset_engine(args.preset, capacity, gguf=args.gguf, **options)
     else:
         engine = Engine.load(args.model, max_seq_len=capacity, **options)
