@@ -181,7 +181,8 @@ class EngineOptions:
         "attention backend of prompt passes; flash and cudnn cannot be captured; see docs/prompts.md")
     prompt_ms: float = _option("prompts", PROMPT_MS, Number(0.1, 1e6), "time limit in milliseconds of a pass that "
         "reads prompts while other requests decode", metavar="MS",
-        excludes={"batch_invariant": ((True,), ": with batch_invariant all prompt passes are alike; use chunk_tokens")})
+        excludes={"batch_invariant": ((True,), ": with batch_invariant all prompt passes are alike; use chunk_tokens"),
+            "graph": NO_PROMPT_GRAPHS})
     prefix_sharing: bool = _option("prompts", True, Flag(), "compute K/V of equal prefixes once, and keep them for "
         "later requests")
     batch_invariant: bool = _option("prompts", False, Flag(), "make results bit-equal with and without other "
