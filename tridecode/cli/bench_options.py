@@ -190,7 +190,7 @@ BENCH_OPTIONS = (
         "decode"),
     _option("host", (1.0, 0.5, 0.0), Several(Number(0, 1)), "shares of the K/V in host memory; the table has lines for "
         "each", "offload", metavar="S,S", default_text="1,0.5,0"),
-    _option("ring", 2, COUNT, "number of staging buffers on the device", "offload"),
+    _option("ring", 2, COUNT, "number of buffers of the ring on the device", "offload"),
     _option("prompt_tokens", None, COUNTS, "instead: read prompts of these lengths and continue them; the table has a "
         "line for each length", "offload", exclusive="instead"),
     _option("swap", False, Flag(), "instead: resume a conversation of --context tokens, by copying its K/V from the "

@@ -35,7 +35,7 @@ class Acceptance:
         A pass of one row also checks a draft, without extra cost: `requested_drafts` grows if the draft was right.
 
         Args:
-            decided: `requested_drafts` when the pass was enqueued, two passes before its result is known.
+            decided: `requested_drafts` when the pass was enqueued, before the result of its predecessor was known.
             verified, accepted: number of drafts that the pass verified and accepted.
             requested_drafts: number of drafts that the entry of the pass requests for later passes.
         """
