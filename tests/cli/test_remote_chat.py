@@ -63,11 +63,12 @@ def test_only_set_options_are_sent(run_chat, served, monkeypatch):
 
     monkeypatch.setattr(served.engine, "submit", spy)
     options = ("--seed", 4, "--top-k", 3, "--logit-bias", "5=-2.5", "--stop", "!", "--repetition-penalty", 1.5)
-    assert run_chat("Hello\n/set top_k default\n/set stop none\n/set min_p 0.5\nHello\n", *options)[0] == 0
+    lines = "Hello\n/set top_k default\n/set stop none\n/set min_p 0.5\n/set min_tokens 2\nHello\n"
+    assert run_chat(lines, *options)[0] == 0
     first, second = sent
     fixed = dict(seed=4, logit_bias={5: -2.5}, repetition_penalty=1.5)
     assert first == served.engine.default_params(**fixed, top_k=3, stop=["!"])
-    assert second == served.engine.default_params(**fixed, min_p=0.5)
+    assert second == served.engine.default_params(**fixed, min_p=0.5, min_tokens=2)
 
 
 def test_commands(run_chat, served):
@@ -81,7 +82,8 @@ def test_commands(run_chat, served):
     [absent] = errors(err)
     assert absent == f"the server at {served.url} has no model 'other'; its models are bundled"
     assert f"bundled on {served.url}: context of 2,048 tokens" in err and "thinking is on" in err
-    lines = f"/set top_k\n/set seed\n/set top_k 7\n/set top-k\n{QUESTION}\n/continue\n/set overflow drop-oldest\n"
+    lines = f"/set top_k\n/set seed\n/set top_k 7\n/set top-k\n{QUESTION}\n"
+    lines += "/continue\n/adapter json\n/set overflow drop-oldest\n"
     code, out, err = run_chat(lines, "--temperature", 0, "--seed", 4, "--quiet")
     assert (code, out) == (0, f"{ANSWER}\n")
     assert err.splitlines() == [
@@ -90,6 +92,7 @@ def test_commands(run_chat, served):
         "top_k is 7",
         "tridecode: error: /set top_k needs a value; the current value is 7",
         'tridecode: error: a server cannot continue an answer; send a message such as "continue"',
+        "tridecode: error: a server lists its adapters as models; use /model NAME",
         "overflow is drop-oldest",
     ]
 

@@ -84,7 +84,7 @@ def test_failure_exits_1_with_one_line(run, behavior):
         ("hi --graph none", "--graph sets up an engine in this process"),
         ("--jsonl x", "--jsonl needs an engine in this process"),
         ("--prompt-ids 1", "--prompt-ids needs an engine in this process"),
-        ("hi --json --logprobs 1", "logprobs: a server of no known kind does not support"),
+        ("hi --json --logprobs 1", "logprobs: not available with --url"),
     ],
 )
 def test_options_of_an_engine_are_refused(run, options, why):

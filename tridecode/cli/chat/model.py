@@ -35,6 +35,7 @@ class Model:
     continues = True  # Whether `stream` supports a prefix.
     seeds = True  # Whether an answer without a seed gets a random seed, which is shown.
     adapters: Sequence[str] = ()  # Names of the adapters that `adapter` may be.
+    no_adapters = "no adapter is loaded; begin the chat with --adapter NAME=PATH"  # The error without adapters.
     adapter: str | None = None  # The adapter that answers use.
     loaded = True  # False if `switch` failed and could not load the old model again.
 

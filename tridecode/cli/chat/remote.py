@@ -21,7 +21,9 @@ OPENAI = {name: name for name in (
 )} | {"json_schema": "response_format"}  # fmt: skip
 COMMON = OPENAI | {name: name for name in ("top_k", "min_p", "ignore_eos")}
 EXTENDED = COMMON | {name: name for name in ("repetition_penalty", "stop_token_ids")}
-STRUCTURED = EXTENDED | {name: "structured_outputs" for name in ("regex", "choice", "grammar")}
+STRUCTURED = (
+    EXTENDED | {name: "structured_outputs" for name in ("regex", "choice", "grammar")} | {"min_tokens": "min_tokens"}
+)
 # owned_by in /v1/models -> {our name of a sampling option: the server's name of it}.
 OPTIONS = {
     "tridecode": STRUCTURED,
@@ -54,6 +56,7 @@ class RemoteModel(Model):
 
     unit, defaults = "chunk", "the server's default"  # A server may put several tokens into one chunk.
     continues = seeds = False
+    no_adapters = "a server lists its adapters as models; use /model NAME"
     device: str
     options: dict[str, str]  # Name of an option in tridecode -> its name in requests to the server.
 
@@ -187,7 +190,9 @@ class RemoteModel(Model):
 
 
 def check_option(name: str, owner: str) -> None:
-    """Raise ParameterError for a sampling option that a server might ignore."""
+    """Raise ParameterError for a sampling option that a server might ignore, or whose result would not be shown."""
+    if name == "logprobs":
+        raise ParameterError("logprobs: not available with --url; leave it out")
     if name not in OPTIONS.get(owner, OPENAI):
         problem = f"a server of {owner} does not support this option and might ignore it"
         raise ParameterError(f"{name}: {problem}; leave it out")

@@ -193,7 +193,7 @@ def _model(chat, rest) -> None:
 def _adapter(chat, rest) -> None:
     names = chat.model.adapters
     if not names:
-        raise TridecodeError("no adapter is loaded; begin the chat with --adapter NAME=PATH")
+        raise TridecodeError(chat.model.no_adapters)
     if rest:
         if rest not in (*names, "-"):
             raise TridecodeError(f"there is no adapter {quoted(rest)}; the loaded ones are {', '.join(names)}")
