@@ -285,7 +285,7 @@ def test_integers_are_refused(base, modules, tmp_path):
         loaded(path, base)
 
 
-@pytest.mark.parametrize("path", ["", "no/such/directory/here", "nowhere", 5])
+@pytest.mark.parametrize("path", ["", "no/such/directory/here", "nowhere", 5, "~nobody-has-this-name/a", "a" * 300])
 def test_a_path_that_does_not_exist(base, path):
     with pytest.raises((CheckpointError, ParameterError)):
         loaded(path, base)

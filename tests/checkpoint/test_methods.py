@@ -159,6 +159,7 @@ CONFIGS = {
     "format": ("pack-quantized", {"format": "nvfp4-pack-quantized"}, ["format", "pack-quantized", "nvfp4"]),
     "no_regular_expression": ("pack-quantized", {"ignore": ["re:("]}, ["ignore", "regular expression"]),
     "no_groups": ("pack-quantized", {"config_groups": {}}, ["config_groups", "at least one group"]),
+    "transforms": ("pack-quantized", {"transform_config": {"config_groups": {}}}, ["transform_config", "empty"]),
     "packed_bits": ("pack-quantized", {"num_bits": 3}, ["config_groups.group_0.weights.num_bits", "4 or 8", "3"]),
     "packed_type": ("pack-quantized", {"type": "float"}, ["num_bits", "int"]),
     "packed_strategy": ("pack-quantized", {"strategy": "tensor_group"}, ["strategy", "group"]),
@@ -177,6 +178,29 @@ def test_invalid_quantization_config_is_refused(case, tmp_path, monkeypatch):
     changed.update(changes or {})
     change_config(tmp_path, quantization_config="awq" if changes is None else values)
     refused(tmp_path, words, monkeypatch)
+
+
+def test_exact_names_and_expressions_come_before_the_class(tmp_path):
+    write_quantized(tmp_path, "pack-quantized")
+    values = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    weights = values["config_groups"]["group_0"]["weights"]
+    values["config_groups"] |= {
+        "group_1": {"targets": ["re:.*down_proj$"], "weights": weights | {"num_bits": 8}},
+        "group_2": {"targets": ["model.layers.1.mlp.down_proj"], "weights": weights | {"group_size": 32}},
+    }
+    change_config(tmp_path, quantization_config=values)
+    rules = load_config(tmp_path).checkpoint_quantization
+    found = [rules.scheme(f"model.layers.{name}_proj") for name in ("0.mlp.up", "0.mlp.down", "1.mlp.down")]
+    assert [(scheme.bits, scheme.group) for scheme in found] == [(4, 64), (8, 64), (4, 32)]
+
+
+@pytest.mark.parametrize("method", ["pack-quantized", "fp8"])
+def test_scales_of_kv_are_not_used(method, tmp_path):
+    truth = write_quantized(tmp_path, method)
+    names = [f"model.layers.0.self_attn.{name}" for name in ("k_scale", "v_scale", "k_proj.k_scale", "v_proj.v_scale")]
+    change_tensors(tmp_path, lambda tensors: tensors.update({name: torch.ones(1) for name in names}))
+    weights = load_weights(tmp_path, load_config(tmp_path), "cpu", torch.float32)
+    compare(weights, truth)
 
 
 def change_tensors(path, change):

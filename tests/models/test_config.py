@@ -220,7 +220,7 @@ REFUSED = {
     "two ropes": (
         LLAMA,
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-        ["rope_parameters and rope_scaling", "remove one"],
+        ["rope_parameters and rope_scaling", "remove rope_scaling"],
     ),
     "theta null": (LLAMA, {"rope_theta": None}, ["rope_theta", "got null"]),
     "theta null in rope_parameters": (QWEN3, {"rope_parameters": {"rope_theta": None}}, ["rope_parameters.rope_theta"]),
@@ -294,6 +294,12 @@ IGNORED_GENERATION = {
     "stop_strings": {"stop_strings": [5]},
     "suppress_tokens": {"suppress_tokens": "5"},
 }
+
+
+def test_valid_stop_ids_beside_an_invalid_one_are_used():
+    spec = parse_config(LLAMA, {"eos_token_id": [7, 10**9, 8]})
+    (note,) = spec.notes
+    assert spec.stop_ids == (128001, 7, 8) and "only [7, 8] are used" in note
 
 
 @pytest.mark.parametrize("case", IGNORED_GENERATION)

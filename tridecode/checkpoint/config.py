@@ -60,7 +60,10 @@ def parse_config(
         except CheckpointError as error:
             if each is not generation or each is read:
                 raise
-            notes += (f"{error}; it is ignored, correct it there",)
+            ids = each.values["eos_token_id"]
+            valid = [id for id in ids if type(id) is int and 0 <= id < spec.vocab_size] if isinstance(ids, list) else []
+            stops += tuple(valid)
+            notes += (f"{error}; {f'only {valid} are used' if valid else 'it is ignored'}, correct it there",)
     stops = tuple(dict.fromkeys(stops))
     if len(stops) > MAX_STOP_IDS:
         raise CheckpointError(

@@ -51,14 +51,7 @@ def resolve_model(model: str | Path | None, weights: bool = True) -> Path:
         raise ParameterError(f"model must be a directory or a Hugging Face id, got {shown(model)}")
     if not str(model).strip():
         raise CheckpointError("the model's name is empty; give a directory or a Hugging Face id (like Qwen/Qwen3-4B)")
-    try:
-        path = Path(model).expanduser()
-    except RuntimeError:
-        raise CheckpointError(f"{model}: there is no such user; give a directory or a Hugging Face id") from None
-    try:
-        is_directory, exists = path.is_dir(), path.exists()
-    except OSError as error:  # For example, the name is too long.
-        raise ParameterError(f"model {shown(str(model))}: {error.strerror}; give a directory or an id") from None
+    path, is_directory, exists = _look_up("model", model)
     if is_directory:
         snapshot = _snapshot_of(path)
         files = gguf_files(snapshot) if not (snapshot / "config.json").exists() else []
@@ -98,10 +91,10 @@ def resolve_adapter(path: str | Path) -> Path:
         )
     if str(path) == BUNDLED.name:
         return BUNDLED / "json-adapter"
-    directory = Path(path).expanduser()
-    if directory.is_dir():
+    directory, is_directory, exists = _look_up("adapter", path)
+    if is_directory:
         return directory
-    if directory.exists():
+    if exists:
         raise CheckpointError(f"{path}: is a file; give the directory that holds {ADAPTER_FILES[0]}")
     if (repo := repository(path)) is None or repo.gguf:
         raise CheckpointError(
@@ -111,6 +104,18 @@ def resolve_adapter(path: str | Path) -> Path:
     if missing := next((name for name in ADAPTER_FILES if not (folder / name).is_file()), None):
         raise CheckpointError(f"{repo}: has no {missing}; give an adapter that peft has saved")
     return folder
+
+
+def _look_up(kind: str, name: str | Path) -> tuple[Path, bool, bool]:
+    """Return a path with the home directory in place of ~, whether it is a directory, and whether it exists."""
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError:
+        raise CheckpointError(f"{name}: there is no such user; give a directory or a Hugging Face id") from None
+    try:
+        return path, path.is_dir(), path.exists()
+    except OSError as error:  # For example, the name is too long.
+        raise ParameterError(f"{kind} {shown(str(name))}: {error.strerror}; give a directory or an id") from None
 
 
 def _snapshot_of(path: Path) -> Path:

@@ -44,6 +44,7 @@ _HEADER_LIMIT = 100_000_000  # Maximum bytes of a header, as in safetensors.
 # Maximum number of dimensions of a tensor. A header of 100 MB could list millions, whose product takes minutes.
 _MAX_DIMENSIONS = 8
 _COPY_BYTES = 64 * 2**20  # Maximum bytes that are copied to the device at once.
+_KV_SCALE = re.compile(r"\.self_attn\.([qkv]_proj\.)?[qkv]_scale$")  # Calibrated scales of 8-bit K/V, which are unused.
 _QUANTIZED = re.compile(r"\.(qweight|qzeros|g_idx|weight_scale(_inv)?|scales|absmax|quant_map|weight_packed)(\.|$)")
 
 
@@ -410,6 +411,8 @@ def _is_ignorable(name: str, spec: ModelSpec) -> bool:
     Parts of a model that the engine does not use are ignored too.
     """
     if name.removeprefix("model.").startswith(spec.skipped) or name.startswith(spec.skipped):
+        return True
+    if spec.checkpoint_quantization and _KV_SCALE.search(name):
         return True
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and spec.tie_word_embeddings)
 

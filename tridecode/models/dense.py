@@ -178,7 +178,10 @@ def read_rope(read: ConfigReader, sizes: dict[str, int], partial: float = 1.0) -
     """
     keys = [key for key in ("rope_parameters", "rope_scaling") if read.get(key) is not None]
     if len(keys) == 2 and read.values[keys[0]] != read.values[keys[1]]:
-        raise CheckpointError(f"{read.source}: rope_parameters and rope_scaling contradict each other; remove one")
+        raise CheckpointError(
+            f"{read.source}: rope_parameters and rope_scaling contradict each other; remove rope_scaling, "
+            "and put its keys into rope_parameters, beside rope_theta"
+        )
     key = keys[0] if keys else "rope_parameters"
     rope = ConfigReader(read.get(key, {}), read.source, f"{read.prefix}{key}.")
     for name, value in rope.values.items():

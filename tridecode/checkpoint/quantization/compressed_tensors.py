@@ -75,14 +75,18 @@ FORMATS = {"float-quantized": FloatScheme, "pack-quantized": IntegerScheme}  # V
 def parse(read) -> Quantization:
     """Return the rules of quantization_config. Raises CheckpointError."""
     groups = read.get("config_groups", {})
-    if not isinstance(groups, dict) or not groups:
+    if not isinstance(groups, dict) or not (groups or read.get("kv_cache_scheme")):
         raise read.fail("config_groups", "an object with at least one group")
-    rules = _rules(read, "ignore", None)
+    if read.get("transform_config"):
+        raise read.fail("transform_config", "empty, since transforms of weights and activations are not supported")
+    rules: list[Rule] = []
     for name in groups:
         group = read.under("config_groups").under(name)
         scheme = _scheme(group if group.get("format") else read, group.under("weights"))
         rules += _rules(group, "targets", scheme)
-    return Quantization("compressed-tensors", tuple(rules))
+    # As in the library, exact names come before expressions, and these before the class Linear.
+    rules.sort(key=lambda rule: (Names, Pattern, str).index(type(rule[0])))
+    return Quantization("compressed-tensors", (*_rules(read, "ignore", None), *rules))
 
 
 def _rules(read, key: str, scheme: Scheme | None) -> list[Rule]:
