@@ -296,7 +296,7 @@ IGNORED_GENERATION = {
 }
 
 
-def test_valid_stop_ids_beside_an_invalid_one_are_used():
+def test_valid_stop_ids_are_used_if_another_is_invalid():
     spec = parse_config(LLAMA, {"eos_token_id": [7, 10**9, 8]})
     (note,) = spec.notes
     assert spec.stop_ids == (128001, 7, 8) and "only [7, 8] are used" in note

@@ -180,7 +180,7 @@ def read_rope(read: ConfigReader, sizes: dict[str, int], partial: float = 1.0) -
     if len(keys) == 2 and read.values[keys[0]] != read.values[keys[1]]:
         raise CheckpointError(
             f"{read.source}: rope_parameters and rope_scaling contradict each other; remove rope_scaling, "
-            "and put its keys into rope_parameters, beside rope_theta"
+            "and put its keys into rope_parameters, next to rope_theta"
         )
     key = keys[0] if keys else "rope_parameters"
     rope = ConfigReader(read.get(key, {}), read.source, f"{read.prefix}{key}.")
