@@ -552,14 +552,15 @@ class Engine:
             raise GenerationError("score was cancelled before it computed all logits")
         return logits
 
-    def submit_score(self, prompt: Prompt, logprobs: int, adapter: str | None = None) -> Request:
-        """Submit a request that only scores its prompt, with an adapter if one is named.
+    def submit_score(self, prompt: Prompt, logprobs: int, adapter: str | None = None, cache_salt: str = "") -> Request:
+        """Submit a request that only scores its prompt, with an adapter if one is named. See `submit` for cache_salt.
 
         Its chunks contain the logprob of each prompt token after the first, and the `logprobs` most likely tokens at
         each position. The last chunk has those for the token that would follow the prompt.
         """
         own_adapter = None if adapter is None else self._adapter(adapter)
-        request = scoring(self.prepare(prompt).tokens, time.perf_counter(), logprobs, adapter=own_adapter)
+        salt, tokens = TEXT.check("cache_salt", cache_salt), self.prepare(prompt).tokens
+        request = scoring(tokens, time.perf_counter(), logprobs, adapter=own_adapter, cache_salt=salt)
         return self._driver.submit(request)
 
     def synchronize(self) -> None:

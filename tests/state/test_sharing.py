@@ -206,6 +206,26 @@ def test_requests_of_different_salts_share_no_pages(engine, run_alone):
             engine.submit(SYSTEM, GREEDY, cache_salt=wrong)
 
 
+def test_scored_prompts_share_pages_only_under_their_salt(engine):
+    prompt = [*SYSTEM, 7, 7, 7]
+    engine.submit_score(prompt, 1, cache_salt="score").result()
+    requests = [engine.submit(prompt, GREEDY, cache_salt=salt) for salt in ("other", "score")]
+    assert [request.result().usage.reused_tokens > 0 for request in requests] == [False, True]
+
+
+def test_a_turn_that_waits_for_pages_keeps_the_end_of_its_conversation():
+    engine = engine_of(slots=2, pages=16)
+    long = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    chat = [9, 8, 7, 6] * 10
+    chat = [*chat, *engine.generate(chat, GREEDY).token_ids, *[5] * 40]
+    other = engine.submit([4, 3, 2, 1, 0] * 35, long)
+    while not other.chunks:
+        engine.step()
+    turn = engine.submit(chat, GREEDY)
+    assert turn.result().usage.reused_tokens == 45  # All tokens of the conversation except the last one.
+    engine.scheduler.assert_consistent()
+
+
 def test_prefix_sharing_can_be_turned_off(run_alone):
     engine = engine_of(prefix_sharing=False)
     for _ in range(2):

@@ -238,11 +238,11 @@ class Request:
 
 def scoring(
     ids: "array[int]", started: float, logprobs: int | None = None, logits: torch.Tensor | None = None,
-    adapter: "Adapter | None" = None,
+    adapter: "Adapter | None" = None, cache_salt: str = "",
 ) -> Request:  # fmt: skip
     """Return a request for the probability of each token of `ids`, as logits or as log-probabilities."""
     params = SamplingParams(temperature=0, seed=0, logprobs=logprobs)
-    salt = "" if adapter is None else (adapter.serial, "")
+    salt = cache_salt if adapter is None else (adapter.serial, cache_salt)
     return Request(
         ids, params, (), len(ids) + 1, started, reuse_prefix=False, salt=salt, adapter=adapter, scores=True,
         logits=logits,

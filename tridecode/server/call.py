@@ -125,7 +125,7 @@ class Call:
             for prompt, params, choice in zip(each, fields, self._choices)
         ]
         scored, first = prompts if payload.scores_prompt else (), plan.params[0]
-        return answers + [engine.submit_score(prompt, first.logprobs or 0, first.adapter) for prompt in scored]
+        return answers + [engine.submit_score(prompt, first.logprobs or 0, first.adapter, salt) for prompt in scored]
 
     def attach(self, requests: list[Request]) -> None:
         """Set the submitted requests; cancel them if the call has ended in the meantime."""

@@ -179,7 +179,8 @@ class Slots:
         self._use(slot, match.end)
         needed = self.pages_for(positions) - len(shared)
         lacking = needed - self.available()
-        if tail is not None and (extends_leaf or lacking > 0):
+        # If more pages are missing, the request waits, and the tree keeps the end of the conversation.
+        if tail is not None and lacking <= 1 and (extends_leaf or lacking == 1):
             released = self.cache.release_to_user(tail, with_descendants=lacking == 1, end=match.tokens(self.page))
             if released is not None:
                 needed, tail = needed - 1, None  # The slot is now the only user, so it writes the page without a copy.
