@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# An image that serves a model; docs/install.md shows how to run it. The base contains no CUDA: PyTorch's wheels bring it.
+# An image that serves a model; docs/install.md shows how to run it. PyTorch's wheels bring CUDA.
 ARG PYTHON=3.13
 # Extras of pyproject.toml, separated by spaces, for example "serve fleet".
 ARG EXTRAS=serve

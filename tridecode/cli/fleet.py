@@ -42,7 +42,9 @@ def fleet(args, output: Output) -> int:
         from ray import serve
     except ModuleNotFoundError as error:
         raise missing(error.name or "ray") from None
-    connect(ray, config.address, args.verbose, args.update)
+    # Without an address Ray finds the cluster of `ray start`, but not that of another `tridecode fleet`. "auto" does.
+    address = config.address or os.environ.get("RAY_ADDRESS") or ("auto" if args.update else None)
+    connect(ray, address, args.verbose)
     try:
         if args.update:
             update(serve, build(config), output)
@@ -84,17 +86,10 @@ def update(serve, application, output: Output) -> None:
         raise TridecodeError(failure(serve, error)) from None
 
 
-def connect(ray, address: str | None, verbose: bool, exists: bool) -> None:
-    """Connect to the Ray cluster, or start Ray on this machine. Raises TridecodeError.
-
-    Args:
-        address: the address of the cluster, or None.
-        exists: if there is no address, search this machine for a cluster, and start none.
-    """
+def connect(ray, address: str | None, verbose: bool) -> None:
+    """Connect to the Ray cluster, or start Ray on this machine. Raises TridecodeError."""
     warnings.filterwarnings("ignore", module="ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Without an address Ray finds the cluster of `ray start`, but not that of another `tridecode fleet`. "auto" does.
-    address = address or os.environ.get("RAY_ADDRESS") or ("auto" if exists else None)
     level = logging.INFO if verbose else logging.ERROR
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(level)

@@ -13,7 +13,7 @@ from .patterns import Names, Pattern
 from .scheme import Quantization, Rule, Scheme, Stored, column_order, unpack_words, untrusted
 
 FLOATS = ("BF16", "F16", "F32")
-UNUSED = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale")
+UNUSED = ("input_scale", "input_zero_point", "output_scale")
 STRATEGIES = ("tensor", "channel", "group", "block")
 
 
