@@ -54,6 +54,7 @@ from tridecode.kernels.linear.dequantize import dequantize
 from tridecode.kernels.linear.matmul_ring import _matmul_ring_kernel
 from tridecode.kernels.linear.matmul_wide import WideConfig
 from tridecode.kernels.linear.registry import kernel_named
+from tridecode.kernels.moe.expert_rows import _down_rows_kernel
 from tridecode.kernels.take_residual import take_residual
 from tridecode.models.presets import PRESETS
 from tridecode.state.adapters import make_adapters
@@ -221,10 +222,10 @@ def hybrid(hidden: int, intermediate: int, heads: int, kv_heads: int, value_head
     return ModelSpec("qwen3_5", hidden, 248320, 262144, layers, tie_word_embeddings=True, norm_offset=1.0)
 
 
-def mixture(**settings) -> ModelSpec:
+def mixture(intermediate: int = 768, **settings) -> ModelSpec:
     """Return two layers of Qwen3-0.6B with mixtures of experts as in Qwen3-30B-A3B."""
     spec = PRESETS["qwen3-0.6b"]
-    experts = MoE(hidden=spec.hidden_size, experts=128, top_k=8, intermediate=768, **settings)
+    experts = MoE(hidden=spec.hidden_size, experts=128, top_k=8, intermediate=intermediate, **settings)
     return replace(spec, layers=(replace(spec.layers[0], ffn=experts),) * 2)
 
 
@@ -235,6 +236,7 @@ OTHERS = {
     "qwen3.5-0.8b": hybrid(1024, 3584, 8, 2, 16), "qwen3.5-4b": hybrid(2560, 9216, 16, 4, 32),
     "qwen3.5-27b": hybrid(5120, 17408, 24, 4, 48),
     "moe": mixture(apart=SharedExpert(hidden=1024, intermediate=1024)), "moe_shared": mixture(shared=True),
+    "moe_wide": mixture(intermediate=2560),
 }  # fmt: skip
 
 
@@ -346,10 +348,13 @@ def run_all(name: str, gpu: Device) -> None:
     if quantized and hopper:
         for ring in RINGS:  # RINGS contains each number type that the ring kernel reads.
             one = meta_model(ring, gpu).for_rows(1)
-            decode.decode_pass(partial(launch_rings, launcher(one)), one, "greedy")
+            decode.decode_pass(partial(launch_only, _matmul_ring_kernel, launcher(one)), one, "greedy")
     if not quantized:
         few = replace(model.for_rows(16), configs_by_rows={16: wide(model.for_rows(16))})
         decode.decode_pass(launcher(model), few, "greedy")
+    if name == "moe":  # The registers of down_rows depend on the width of the experts.
+        one = meta_model("moe_wide", gpu).for_rows(1)
+        decode.decode_pass(partial(launch_only, _down_rows_kernel, launcher(one)), one, "greedy")
     if hopper:  # These launches occur in batch-invariant mode.
         alike = choose_configs(model.spec, model.weights, gpu, batch_invariant=True)
         alike = replace(model, configs_by_rows=alike)
@@ -402,9 +407,9 @@ def launch_ours(role: str, op, *args, **options) -> None:
         op.launch(*args, **options)
 
 
-def launch_rings(run, role: str, op, *args, **options) -> None:
-    """Launch the linears that `matmul_ring` multiplies."""
-    if _matmul_ring_kernel in op.kernels:
+def launch_only(kernel: triton.JITFunction, run, role: str, op, *args, **options) -> None:
+    """Launch only the ops that use `kernel`."""
+    if kernel in op.kernels:
         run(role, op, *args, **options)
 
 

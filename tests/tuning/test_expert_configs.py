@@ -58,3 +58,16 @@ def test_one_program_of_large_stages_has_all_registers():
     gate_up, down = tiles("e4m3", 3584, 2560, 16)
     assert (gate_up.programs, gate_up.registers) == (H100.multiprocessors, 0)
     assert (down.num_warps, down.registers) == (8, 0)
+
+
+@pytest.mark.parametrize(
+    "used, width, warps", [(8, 768, 1), (9, 512, 1), (11, 512, 1), (9, 1024, 2), (16, 768, 4), (8, 2560, 4)]
+)
+def test_warps_of_dense_down_increase_with_the_width(used, width, warps):
+    sizes = ExpertSizes(experts=128, top_k=used, intermediate=width)
+    assert experts_config(sizes, 1, H100, False).rows[1].num_warps == warps
+
+
+def test_very_wide_dense_experts_use_sorted_pairs():
+    sizes = ExpertSizes(experts=128, top_k=16, intermediate=4096)
+    assert experts_config(sizes, 1, H100, False).rows is None

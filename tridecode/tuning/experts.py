@@ -21,6 +21,7 @@ PROGRAMS = 4  # Number of programs without a GPU, because the interpreter runs o
 FEW = 6  # Expected number of pairs of an expert, up to which a tile of 16 pairs rarely overflows.
 # Expected number of pairs of an expert, from which expert_ring is faster than expert_packed, by number type.
 RING_EXPECTED = {"int4": 1.0, "e4m3": 0.5}
+MAX_STEPS = 24  # Steps of two rows of dense weights that the registers of a program hold.
 RESERVED = 2**12  # Bytes of shared memory that a program needs besides its stages.
 
 
@@ -54,7 +55,7 @@ def experts_config(
         return ExpertsConfig(RouteConfig(16, 128 if rows >= 1024 else 16, 128), tiles)
     row_by_row = not batch_invariant and rows * sizes.stored <= MAX_LOGITS
     configs = ExpertsConfig(RouteConfig() if row_by_row else RouteConfig(16, 16, 128, stages=4), tiles)
-    down_rows = _down_rows(packed[1], sizes.used)
+    down_rows = _down_rows(packed[1], sizes)
     if batch_invariant or rows > MAX_UNSORTED_ROWS or down_rows is None:
         return configs
     return configs._replace(rows=(_gate_up_rows(packed[0]), down_rows))
@@ -70,15 +71,17 @@ def _gate_up_rows(packed: Packed | None) -> AnyRows:
     return PackedRowsConfig(block_n, num_warps=4, registers=168)
 
 
-def _down_rows(packed: Packed | None, used: int) -> AnyRows | None:
+def _down_rows(packed: Packed | None, sizes: ExpertSizes) -> AnyRows | None:
     """Choose the launch config of down without sorted pairs.
 
-    None: the weights of `used` experts, those of a row, do not fit into the registers of a program. Then the pairs are
-    sorted, and tiles of pairs are computed.
+    None: the weights of the experts of a row do not fit into the registers of a program. Then the pairs are sorted, and
+    tiles of pairs are computed.
     """
-    if packed is None:
-        return RowsConfig(2, num_warps=1)
-    warps = next((warps for warps in (8, 16) if _loads(packed, warps, used) <= 96 // warps), None)
+    if packed is None:  # A lane holds eight registers for each of MAX_STEPS steps.
+        steps = {warps: sizes.used * -(-sizes.intermediate // (256 * warps)) for warps in (1, 2, 4, 8)}
+        warps = next((warps for warps in steps if steps[warps] <= MAX_STEPS), None)
+        return None if warps is None else RowsConfig(2, warps)
+    warps = next((warps for warps in (8, 16) if _loads(packed, warps, sizes.used) <= 96 // warps), None)
     if warps is None:
         return None
     registers = 168 if warps == 8 and _has_row_scales(packed) else 0
