@@ -16,6 +16,7 @@ from ..kernels.moe.prompt_packed import PackedPromptConfig
 from ..kernels.moe.route import RouteConfig
 
 MAX_UNSORTED_ROWS = 2  # Rows of the largest decode pass whose pairs are not sorted. They rarely share an expert.
+MAX_ROUTE_PAIRS = 128  # Pairs of the largest decode pass that `route` sorts. It compares each pair with each other.
 MAX_LOGITS = 4096  # Logits of a decode pass, up to which the router computes each row separately.
 PROGRAMS = 4  # Number of programs without a GPU, because the interpreter runs one program after the other.
 FEW = 6  # Expected number of pairs of an expert, up to which a tile of 16 pairs rarely overflows.
@@ -57,7 +58,8 @@ def experts_config(
     configs = ExpertsConfig(RouteConfig() if row_by_row else RouteConfig(16, 16, 128, stages=4), tiles)
     down_rows = _down_rows(packed[1], sizes)
     if batch_invariant or rows > MAX_UNSORTED_ROWS or down_rows is None:
-        return configs
+        sorts = row_by_row and rows * sizes.used <= MAX_ROUTE_PAIRS
+        return configs._replace(route=replace(configs.route, sorts=sorts))
     return configs._replace(rows=(_gate_up_rows(packed[0]), down_rows))
 
 
