@@ -402,7 +402,8 @@ class Engine:
             adapter: the name of a LoRA adapter, in place of that of `params`.
             cache_salt: the request shares K/V only with requests that have the same salt.
             reader: returns a new reader, which searches the answer for the stop strings, such as in the text after the
-                thinking only. The output chunks then contain the whole text, with a stop string.
+                thinking only. The output chunks then contain the whole text, with a stop string. Any thread of the
+                engine may call it, during a step. Its errors end the request, and its caller gets them.
 
         Raises:
             PromptError, ParameterError, QueueFull, EngineClosed.

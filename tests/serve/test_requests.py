@@ -570,6 +570,59 @@ def test_concurrent_requests_return_the_texts_of_single_ones(loaded, params, fin
     several.scheduler.assert_consistent()
 
 
+class FailingReader:
+    """A reader that raises an error in one of its methods, at its third token."""
+
+    def __init__(self, method: str):
+        self.method, self.fed = method, 0
+        if method == "__init__":
+            raise GenerationError("the reader fails")
+
+    @property
+    def hit(self) -> None:
+        if self.method == "hit" and self.fed == 3:
+            raise GenerationError("the reader fails")
+
+    def feed(self, token, text):
+        self.fed += 1
+        if self.method == "feed" and self.fed == 3:
+            raise GenerationError("the reader fails")
+
+
+@pytest.mark.parametrize("method", ["__init__", "feed", "hit"])
+def test_errors_of_a_reader_end_only_its_request(loaded, method):
+    several, one = loaded
+    failing = several.submit(CHATS[0], GREEDY, reader=lambda: FailingReader(method))
+    other = several.submit(CHATS[1], GREEDY)
+    assert other.result().text == one.generate(CHATS[1], GREEDY).text
+    assert failing.finish_reason == "error" and not failing.cancel()
+    assert failing.completion_tokens == (0 if method == "__init__" else 2)
+    for wait in (failing.result, lambda: [*failing]):
+        with pytest.raises(GenerationError, match="the reader fails"):
+            wait()
+    assert not several.scheduler.busy
+    several.scheduler.assert_consistent()
+
+
+def test_errors_of_a_reader_after_an_interrupt_end_only_its_request(loaded, monkeypatch):
+    """After an interrupt, each request creates its reader again."""
+    several, one = loaded
+    readers = iter(["", "__init__"])
+    failing = several.submit(CHATS[0], GREEDY, reader=lambda: FailingReader(next(readers)))
+    other = several.submit(CHATS[1], GREEDY)
+
+    def interrupt(scheduler):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Scheduler, "_drain", interrupt)
+        several.step()
+    assert other.result().text == one.generate(CHATS[1], GREEDY).text
+    with pytest.raises(GenerationError, match="the reader fails"):
+        failing.result()
+    several.scheduler.assert_consistent()
+
+
 INVALID = [
     (lambda engine: engine.wait(None), "requests"),
     (lambda engine: engine.wait(engine.submit(PROMPTS[0], GREEDY)), "requests"),

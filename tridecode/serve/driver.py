@@ -33,7 +33,8 @@ class Driver:
         self.scheduler: Scheduler | None = scheduler
         self._prepare = prepare
         self._slots = len(scheduler.slots)
-        # A thread holds the lock while it changes device state, and never while it runs code of callers.
+        # A thread holds the lock while it changes device state, and never while it runs code of callers other than
+        # readers.
         self._lock = threading.Lock()
         self._waiting_threads: set[int] = set()  # Ids of the threads that wait for the lock.
         # The thread that holds the lock adds and cancels these requests, so that other threads do not wait for a pass.

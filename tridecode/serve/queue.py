@@ -40,10 +40,11 @@ class Queue:
         self._blocked: tuple[weakref.ref[Request], int, list[Slot]] | None = None
 
     def add(self, request: Request) -> None:
-        """Put a new request at the end of the queue."""
+        """Put a new request at the end of the queue, unless its reader fails."""
         request.resume(self._tokenizer)
-        self.requests[request.ref] = None
-        self.waiting.append(request.ref)
+        if not request.ended:
+            self.requests[request.ref] = None
+            self.waiting.append(request.ref)
 
     def hold_references(self) -> None:
         """Keep strong references to the active requests until `release_references`, which ends a step.
@@ -200,6 +201,8 @@ class Queue:
         self.reset()
         for request in left:
             request.resume(self._tokenizer)
+            if request.ended:
+                del self.requests[request.ref]
 
     def assert_consistent(self) -> None:
         """Check that each request has one state, that rows and slots match, and that no page is lost."""

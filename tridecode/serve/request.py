@@ -60,7 +60,8 @@ class Request:
     )
     logits: torch.Tensor | None = None  # fp32 [prompt tokens, vocab], filled by the passes of a scoring request.
     chunks: list[OutputChunk] = field(default_factory=list)  # The output so far. It grows while other threads step.
-    failure: Exception | None = None  # Error of the pass that read the prompt, such as out of memory.
+    # Error that ended the request without a last chunk: of the pass that read the prompt, or of the reader.
+    failure: Exception | None = None
     cancelled: bool = False  # Whether the request was cancelled, or the next step will cancel it.
     first: float | None = None  # Time of the first token.
     reused: int | None = None  # Number of positions whose K/V were present when the prompt was first read.
@@ -89,7 +90,7 @@ class Request:
 
     @property
     def ended(self) -> bool:
-        """Whether the request has its last output chunk, or its prompt failed."""
+        """Whether the request has its last output chunk, or has failed."""
         return self.failure is not None or bool(self.chunks) and self.chunks[-1].finish_reason is not None
 
     @property
@@ -114,7 +115,7 @@ class Request:
     def __iter__(self) -> Iterator[OutputChunk]:
         """Yield an output chunk for each token, then the last one, which has finish_reason, usage and timings.
 
-        Raises the error of the pass that read the prompt, such as out of memory.
+        Raises the error of the pass that read the prompt, such as out of memory, or of the reader.
         """
         chunks, taken = self.chunks, 0
         ready = lambda: len(chunks) > taken or self.failure is not None  # noqa: E731
@@ -133,7 +134,7 @@ class Request:
     def result(self) -> Result:
         """Wait for the end and return the whole result. If its finish_reason is "error", its `error` gives the reason.
 
-        Raises the error of the pass that read the prompt, such as out of memory.
+        Raises the error of the pass that read the prompt, such as out of memory, or of the reader.
         """
         try:
             self.driver.wait(lambda: self.ended)
@@ -169,29 +170,44 @@ class Request:
     # ---- methods for the scheduler
 
     def resume(self, tokenizer: Tokenizer | None) -> None:
-        """Restore `tokens` and the text to their state after the last of `chunks`."""
+        """Restore `tokens` and the text to their state after the last of `chunks`.
+
+        An error of the reader ends the request.
+        """
         if not self.scores:
             del self.tokens[self.prompt_tokens + len(self.chunks) :]
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and not self.scores:
             before = self.tokens[: self.prompt_tokens] if self.continues else ()
             self._detokenizer = tokenizer.detokenizer(before)
-        self._reader = self.reader() if self.reader else None
+        self._reader: Reader | None = None
+        self._reader_hit: str | None = None
         self._stops = StopStrings(() if self.reader else self.params.stop)
         # Text omits special tokens, but a stop string may contain some.
         self._special = {} if tokenizer is None else tokenizer.special_tokens_in(self.params.stop)
-        for token in [chunk.token_id for chunk in self.chunks if chunk.token_id is not None]:
-            self._text(token)
+        try:
+            self._reader = self.reader() if self.reader else None
+            for token in [chunk.token_id for chunk in self.chunks if chunk.token_id is not None]:
+                self._text(token)
+        except Exception as error:  # The reader is code of the caller.
+            self.failure = error
 
     def push(self, token: int, logprobs: TokenLogprobs | None, last: bool = False) -> None:
-        """Append a sampled token. `last` means that the request's grammar ends the output with this token."""
+        """Append a sampled token, or end the request with the error of its reader.
+
+        `last` means that the request's grammar ends the output with this token.
+        """
         self.first = self.first or time.perf_counter()
         if not self.scores:
             self.tokens.append(token)
         expected = self.prompt_tokens if self.scores else self.limit - self.prompt_tokens
         stopped = token in self.stop_ids
         hidden = stopped and token not in self._special
-        chunk = OutputChunk(token, "" if hidden else self._text(token), logprobs)
+        try:
+            chunk = OutputChunk(token, "" if hidden else self._text(token), logprobs)
+        except Exception as error:  # The reader is code of the caller.
+            self.failure = error
+            return
         if stopped or last or self._hit:
             self.end("stop", chunks=[chunk])
         elif len(self.chunks) + 1 == expected:
@@ -202,7 +218,7 @@ class Request:
     @property
     def _hit(self) -> str | None:
         """The stop string that ended the text."""
-        return (self._reader or self._stops).hit
+        return self._stops.hit if self._reader is None else self._reader_hit
 
     def _text(self, token: int) -> str:
         """Return the text that a token completes. The text ends before a stop string, unless a reader searches it."""
@@ -211,6 +227,7 @@ class Request:
         if self._reader is not None:
             text = self._detokenizer.push(token)
             self._reader.feed(token, text)
+            self._reader_hit = self._reader.hit
             return text
         if token in self._special:
             return self._stops.push(self._special[token], visible=False)
