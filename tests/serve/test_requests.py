@@ -14,6 +14,7 @@ from tridecode.cli.bench.passes import enqueue, rewind
 from tridecode.errors import EngineClosed, GenerationError, ParameterError, QueueFull, TooLong
 from tridecode.layout import MAX_STOP_IDS
 from tridecode.serve import output
+from tridecode.serve.masks import Masks
 from tridecode.serve.scheduler import Scheduler
 
 PROMPTS = [[5, 17, 300, 42, 8, 8, 99], [1, 2], [200, 100, 50, 25], [7] * 30, [9, 9, 8]]
@@ -405,6 +406,33 @@ def test_interrupt_of_generate_many_cancels_all_requests(engine):
         engine.generate_many(PROMPTS * 2, GREEDY, progress=progress)
     gc.collect()
     assert not engine.scheduler.queue.requests
+
+
+def test_collected_requests_do_not_block_a_mask_thread(monkeypatch):
+    """The garbage collector drops a request in the thread that writes its mask."""
+    engine, write = build(1), Masks.write
+    begun, unreferenced, written = threading.Event(), threading.Event(), threading.Event()
+
+    def collect(*args):
+        begun.set()
+        unreferenced.wait(30)
+        gc.collect()
+        write(*args)
+        written.set()
+
+    request = engine.submit(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=12, min_tokens=2))
+    while not request.chunks:
+        engine.step()
+    monkeypatch.setattr(Masks, "write", collect)
+    while not begun.is_set():
+        engine.step()
+    request.cycle = request
+    del request
+    unreferenced.set()
+    assert written.wait(30), "the thread waits for a lock that it holds"
+    assert not engine.scheduler.busy
+    assert engine.generate(PROMPTS[0], GREEDY).finish_reason == "length"
+    engine.scheduler.assert_consistent()
 
 
 # ---- limits and ends of an engine

@@ -84,6 +84,15 @@ class Driver:
             scheduler.cancel(dropped)
             self._dropped.popleft()
 
+    def _try_to_catch_up(self) -> None:
+        """Process the queued submissions and cancellations, unless a thread holds the lock."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if self.scheduler is not None:
+                    self._catch_up(self.scheduler)
+            finally:
+                self._lock.release()
+
     def wait(self, ready: Callable[[], bool]) -> None:
         """Run steps for all requests until `ready` returns True."""
         while not ready():
@@ -115,12 +124,7 @@ class Driver:
             scheduler.check_queue(len(self._submitted), len(self._dropped))
             request.driver = self  # This comes first. An interrupt after it drops the request, and thereby cancels it.
             self._submitted.append(request.ref)  # If the engine is closed now, `wait` raises EngineClosed.
-        if self._lock.acquire(blocking=False):
-            try:
-                if self.scheduler is not None:
-                    self._catch_up(self.scheduler)
-            finally:
-                self._lock.release()
+        self._try_to_catch_up()
         return request
 
     def cancel(self, request: Request) -> bool:
@@ -128,12 +132,15 @@ class Driver:
         return not request.ended and self.exclusively(Scheduler.cancel, request)
 
     def drop(self, request: Request) -> None:
-        """Cancel the request without waiting. The garbage collector may call this at any time, even during a step."""
+        """Cancel the request without waiting. The garbage collector may call this at any time, even during a step.
+
+        It never waits for the lock: the garbage collector may run in a thread that holds a lock of its own.
+        """
         if not request.ended:
             self.drop_later(request)
-            if not self._lock.locked() and not sys.is_finalizing():
-                with suppress(EngineClosed, RuntimeError):  # If the GPU is lost, the next step reports it.
-                    self.exclusively(lambda scheduler: None)
+            if not sys.is_finalizing():
+                with suppress(RuntimeError):  # If the GPU is lost, the next step reports it.
+                    self._try_to_catch_up()
 
     def drop_later(self, request: Request) -> None:
         """Let the next step cancel the request; its place in the queue is free at once."""

@@ -32,6 +32,9 @@ class Masks:
     def __init__(self, model: DecodeModel):
         self._masks, self._stamps = model.workspace.mask.numpy(), model.workspace.mask_stamp.numpy()
         self._pool = ThreadPoolExecutor(THREADS, "mask")  # The pool starts threads when they are needed.
+        # Held while a mask is written. A thread that holds it may collect garbage and thereby drop requests. Therefore
+        # it is reentrant. All slots share it, so that a write that a drop interrupts ends before the slot's next one.
+        self.lock = threading.RLock()
 
     def follow(self, grammar: Grammar, sampled: list[int]) -> "GrammarMasks":
         """Start computing the masks of a request that has sampled these tokens."""
@@ -72,7 +75,7 @@ class GrammarMasks:
     _generation: int  # `begin` sets this attribute.
 
     def __init__(self, masks: Masks, grammar: Grammar, sampled: list[int]):
-        self._masks, self._lock, self._dropped = masks, threading.Lock(), False
+        self._masks, self._dropped = masks, False
         self._prepared = masks.submit(self._prepare, grammar, sampled)
         self._pending: Future[np.ndarray] | Future[None] = self._prepared
 
@@ -107,7 +110,7 @@ class GrammarMasks:
         self._put(self._matcher.allowed(), position)
 
     def _put(self, mask: np.ndarray, position: int) -> None:
-        with self._lock:
+        with self._masks.lock:
             if not self._dropped:
                 self._masks.write(self._slot, mask, layout.mask_stamp(self._generation, position))
 
@@ -127,7 +130,7 @@ class GrammarMasks:
 
     def drop(self) -> None:
         """Stop writing masks, because another request may get the slot."""
-        with self._lock:
+        with self._masks.lock:
             self._dropped = True
 
 
