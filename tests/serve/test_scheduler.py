@@ -6,6 +6,7 @@ let the scheduler keep a pass in flight, so that it behaves as on a GPU.
 
 import gc
 import sys
+import weakref
 from dataclasses import replace
 from functools import cache
 from weakref import WeakSet
@@ -311,6 +312,30 @@ def test_prompt_without_memory_fails_alone(small, run_alone, monkeypatch):
     (failed,) = small.generate_many([prompt_of(1, 17)], params_of("greedy", 20), reuse_prefix=False)
     assert (failed.finish_reason, failed.error) == ("error", "RuntimeError: CUDA out of memory")
     small.scheduler.assert_consistent()
+
+
+def test_failed_request_keeps_no_memory_of_its_pass(small, monkeypatch):
+    """The error keeps the text of its traceback, but not the frames."""
+
+    class Buffer:
+        pass
+
+    def full(*args):
+        buffer = Buffer()
+        buffers.append(weakref.ref(buffer))
+        try:
+            raise ValueError("first error")
+        except ValueError:
+            raise RuntimeError("CUDA out of memory")  # noqa: B904
+
+    buffers: list[weakref.ref] = []
+    monkeypatch.setattr(small.prompts, "read", full)
+    request = small.submit(prompt_of(1, 17), params_of("greedy", 20), reuse_prefix=False)
+    with pytest.raises(RuntimeError, match="out of memory") as raised:
+        request.result()
+    gc.collect()
+    assert buffers and not any(buffer() for buffer in buffers)
+    assert "in full" in "".join(raised.value.__notes__)
 
 
 def test_failed_request_yields_its_earlier_tokens(run_alone, monkeypatch):

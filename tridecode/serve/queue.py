@@ -77,7 +77,7 @@ class Queue:
                 try:
                     number = self.slots.acquire_adapter(request.adapter)
                 except Exception as error:  # For example, the GPU is lost. Only this request fails.
-                    request.failure = error
+                    request.fail(error)
                     self.finish(ref)
                     continue
                 if number is not None:

@@ -1,6 +1,7 @@
 """Request: one generation, from the tokens of its prompt to its last output chunk."""
 
 import time
+import traceback
 import warnings
 import weakref
 from array import array
@@ -190,7 +191,7 @@ class Request:
             for token in [chunk.token_id for chunk in self.chunks if chunk.token_id is not None]:
                 self._text(token)
         except Exception as error:  # The reader is code of the caller.
-            self.failure = error
+            self.fail(error)
 
     def push(self, token: int, logprobs: TokenLogprobs | None, last: bool = False) -> None:
         """Append a sampled token, or end the request with the error of its reader.
@@ -206,7 +207,7 @@ class Request:
         try:
             chunk = OutputChunk(token, "" if hidden else self._text(token), logprobs)
         except Exception as error:  # The reader is code of the caller.
-            self.failure = error
+            self.fail(error)
             return
         if stopped or last or self._hit:
             self.end("stop", chunks=[chunk])
@@ -214,6 +215,18 @@ class Request:
             self.end("length", chunks=[chunk])
         else:
             self.chunks.append(chunk)
+
+    def fail(self, error: Exception) -> None:
+        """End the request with an error.
+
+        The error keeps the text of its traceback as a note, but not the frames, because they refer to tensors.
+        """
+        error.add_note("".join(["In a step of the engine:\n", *traceback.format_tb(error.__traceback__)]).rstrip())
+        chain: list[BaseException] = [error]
+        for each in chain:
+            each.__traceback__ = None
+            chain += [cause for cause in (each.__cause__, each.__context__) if cause and cause not in chain]
+        self.failure = error
 
     @property
     def _hit(self) -> str | None:

@@ -257,7 +257,7 @@ class Scheduler:
             except Exception as error:  # The error is usually out of memory. Only one request fails.
                 if len(chosen) == 1:
                     slot = chosen[0][0]
-                    slot.request.failure = error
+                    slot.request.fail(error)
                     self.queue.finish(slot.ref)
                     return True
                 chosen = chosen[:1]
