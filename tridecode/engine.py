@@ -1,6 +1,7 @@
 """Engine: a model on its device, and its requests."""
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -176,6 +177,7 @@ class Engine:
             self.steps.costs = measure_costs(self.steps, scheduler.slots)
         self._driver = Driver(scheduler, lambda: threads.use(self.threads))
         self._adapters: dict[str, Adapter] = {}
+        self._closing = threading.Lock()
         _engines[id(self)] = self
 
     def warm_up(self) -> None:
@@ -190,18 +192,22 @@ class Engine:
         self._grammars.wait()
 
     def close(self) -> None:
-        """Cancel all requests, free the memory and end the child processes. Later calls raise EngineClosed."""
-        if self.model is None:
-            return
-        try:
-            self._driver.close()
-            with suppress(RuntimeError):  # If the GPU is lost, this fails, but then the GPU does not write either.
-                self.synchronize()
-        finally:
-            self.model = self.steps = self.prompts = None  # type: ignore[assignment]  # only after `close`
-            self._grammars.close()
-            if self.tokenizer is not None:
-                self.tokenizer.close()
+        """Cancel all requests, free the memory and end the child processes. Later calls raise EngineClosed.
+
+        Further calls of `close` have no effect. They return when the engine is closed.
+        """
+        with self._closing:
+            if self.model is None:
+                return
+            try:
+                self._driver.close()
+                with suppress(RuntimeError):  # If the GPU is lost, this fails, but then the GPU does not write either.
+                    self.synchronize()
+            finally:
+                self.model = self.steps = self.prompts = None  # type: ignore[assignment]  # only after `close`
+                self._grammars.close()
+                if self.tokenizer is not None:
+                    self.tokenizer.close()
 
     def __enter__(self) -> Self:
         return self
@@ -580,6 +586,7 @@ def _after_fork() -> None:
         _inherited.append((engine.model, engine.steps, engine.prompts))
         engine._driver.disown()
         engine.model = engine.steps = engine.prompts = None  # type: ignore[assignment]
+        engine._closing = threading.Lock()  # Another thread of the parent process may hold its lock.
     _engines.clear()
 
 

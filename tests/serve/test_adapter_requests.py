@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from lora import merge, modules_of, random_matrices, write_lora
 from tridecode import Engine, SamplingParams
 from tridecode.checkpoint.load import load_config
 from tridecode.errors import CheckpointError, ParameterError
-from tridecode.state.adapters import Residents, adapter_bytes
+from tridecode.state.adapters import AdapterPool, Residents, adapter_bytes
 
 PROMPTS = [[(7 * i + 11 * seed) % 300 + 5 for i in range(20 + 9 * seed)] for seed in range(4)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -254,6 +255,28 @@ def test_an_adapter_whose_copy_failed_is_not_listed(tuned, monkeypatch):
         assert residents.names() == ["a0"] and residents.load().on_device == 1
         with pytest.raises(RuntimeError, match="the copy failed"):
             residents.acquire(adapter, ())
+
+
+def test_close_stops_a_copy(tuned, monkeypatch):
+    """The copy in progress ends before its next matrix, and those after it before their first one."""
+    copies, copied, closing = AdapterPool.copies, [], threading.Event()
+
+    def slow(pool, number, adapter):
+        for copy in copies(pool, number, adapter):
+            copied.append(adapter.name)
+            yield copy
+            assert closing.wait(60)
+
+    engine = tuned.load(**room_for(tuned, 2))
+    residents, close = engine.scheduler.slots.adapters, Residents.close
+    monkeypatch.setattr(AdapterPool, "copies", slow)
+    monkeypatch.setattr(Residents, "close", lambda self: (threading.Timer(0.1, closing.set).start(), close(self)))
+    adapters = [engine.load_adapter(f"a{number}", tuned.adapters[number]) for number in (0, 1)]
+    while not copied:
+        time.sleep(0.001)
+    engine.close()
+    assert all(copied.count(adapter.name) <= 2 < len(adapter.linears) for adapter in adapters)
+    assert residents.names() == []
 
 
 def test_unloaded_adapters_serve_the_requests_that_have_them(tuned):

@@ -554,6 +554,25 @@ def test_calls_during_close_raise_engine_closed():
     assert len(raised) == 3
 
 
+def test_second_close_waits_for_the_first():
+    """Two threads close an engine at once. Each returns without an error when the engine is closed."""
+    engine, states = build(1), []
+    second, synchronize = (
+        threading.Thread(target=lambda: (engine.close(), states.append(repr(engine)))),
+        engine.synchronize,
+    )
+
+    def slow():
+        second.start()
+        second.join(0.2)  # The second call waits. If it has returned, its state is wrong.
+        synchronize()
+
+    engine.synchronize = slow
+    engine.close()
+    second.join(30)
+    assert states == [repr(engine)] == ["Engine(name='', closed)"]
+
+
 def test_close_wakes_a_waiting_thread(run_alone):
     engine, results = build(1), []
     thread = threading.Thread(target=lambda: results.append(engine.submit(PROMPTS[0], LONG).result()))

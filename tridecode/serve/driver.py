@@ -200,7 +200,7 @@ class Driver:
         self._inherited, self.scheduler = self.scheduler, None
 
     def close(self) -> None:
-        """Cancel all requests; later ones raise EngineClosed."""
+        """Cancel all requests, and stop the copies of adapters; later requests raise EngineClosed."""
         me = threading.get_ident()
         self._waiting_threads.add(me)  # A thread that steps then pauses after its step.
         try:
@@ -209,6 +209,8 @@ class Driver:
                 scheduler, self.scheduler = self.scheduler, None
                 if scheduler is not None:
                     self._catch_up(scheduler)
+                    if scheduler.slots.adapters is not None:
+                        scheduler.slots.adapters.close()
                     scheduler.cancel_all()
         finally:
             self._waiting_threads.discard(me)

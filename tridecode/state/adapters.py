@@ -19,6 +19,7 @@ import torch
 from ..blocks.adapter import Adapter
 from ..blocks.declarations import Linear
 from ..blocks.spec import ModelSpec
+from ..errors import EngineClosed
 from ..kernels.linear.adapters import MAX_PARTS, RANK_STEP, LinearAdapters
 from ..kernels.linear.shrink import MAX_SPLIT
 from ..kernels.sort_pairs import TILE_FIELDS, PairTiles
@@ -246,6 +247,7 @@ class Residents:
         self._residents: dict[int, _Resident] = {}  # Number of an adapter -> the adapter.
         self._clock = 0
         self._threads = ThreadPoolExecutor(1, "tridecode-adapters")
+        self._closed = False
         self.loads = 0  # Number of copies to the device so far.
         device, dtype = pool.weights.device, pool.weights.dtype
         if device.type == "cuda":
@@ -303,6 +305,11 @@ class Residents:
         if pending := [each for each in copies if each is not None]:
             wait_for(pending, seconds, "FIRST_COMPLETED")
 
+    def close(self) -> None:
+        """Stop the copies to the device, and wait until their thread has ended."""
+        self._closed = True
+        self._threads.shutdown()
+
     def names(self) -> list[str]:
         """Return the names of the adapters in the pool. Any thread may call this."""
         residents = list(self._residents.values())
@@ -345,7 +352,7 @@ class Residents:
         """Copy an adapter to the device. A thread of its own runs this."""
         started, pool = time.perf_counter(), self.pool
         if before is None:
-            for place, matrix in pool.copies(number, adapter):
+            for place, matrix in self._copies(number, adapter):
                 place.copy_(matrix)
             pool.ranks[:, number].copy_(pool.ranks_of(adapter))
         else:
@@ -356,10 +363,17 @@ class Residents:
         size, milliseconds = adapter.nbytes / 2**20, 1e3 * (time.perf_counter() - started)
         log.info("loaded adapter %s (%.1f MiB) in %.0f ms", adapter.name, size, milliseconds)
 
+    def _copies(self, number: int, adapter: Adapter) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the copies that store an adapter. Raises EngineClosed after `close`."""
+        for copy in self.pool.copies(number, adapter):
+            if self._closed:
+                raise EngineClosed
+            yield copy
+
     def _copy(self, number: int, adapter: Adapter) -> None:
         """Copy an adapter through staging buffers, on the current stream. One is filled while the other is copied."""
         pool, ring, size = self.pool, cycle(self._staging), len(self._staging[0][0])
-        for place, matrix in pool.copies(number, adapter):
+        for place, matrix in self._copies(number, adapter):
             for to, part in zip(place.split(size), matrix.split(size)):
                 buffer, copied = next(ring)
                 copied.synchronize()
