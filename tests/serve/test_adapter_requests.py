@@ -224,6 +224,21 @@ def test_no_adapter_leaves_the_device_while_a_request_uses_it(tuned):
         ]
 
 
+def test_requests_without_an_adapter_pass_those_that_wait_for_a_place(tuned):
+    """Requests with adapters keep their order. Requests of the base model do not delay them."""
+    long = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    with tuned.load(adapters=tuned.sources(0, 1), slots=2, **room_for(tuned, 1)) as engine:
+        first = engine.submit(PROMPTS[0], long, adapter="a0")
+        while not first.chunks:
+            engine.step()
+        others = [engine.submit(PROMPTS[2], GREEDY, adapter=name) for name in ("a1", "a0", "a1")]
+        base = [engine.submit(PROMPTS[2], GREEDY) for _ in range(20)]
+        assert base[0].result().token_ids == tuned.texts(None)[2] and first.finish_reason is None
+        assert [each.result().token_ids for each in others] == [tuned.texts(number)[2] for number in (1, 0, 1)]
+        assert first.first < others[0].first < others[1].first < others[2].first
+        assert not all(each.finish_reason for each in base), "requests of the base model delay the others"
+
+
 def test_a_failed_copy_fails_only_its_request(tuned, monkeypatch):
     with tuned.load(adapters=tuned.sources(0), **room_for(tuned, 2)) as engine:
         engine.submit(PROMPTS[0], GREEDY, adapter="a0").result()

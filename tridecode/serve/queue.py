@@ -65,15 +65,17 @@ class Queue:
         """Return the first waiting request that can start, and the number of its adapter, or None.
 
         A request whose adapter is being loaded lets later ones pass. If requests use all adapters on the device, later
-        requests wait too, so that each request starts at some time.
+        requests with adapters wait too, so that each request starts at some time. Requests without an adapter
+        pass it: the request whose end frees a place for its adapter also frees a slot.
         """
+        adapters_wait = False
         for ref in [*self.waiting]:
             request = ref() if ref in self.requests else None
             if request is None:
                 self.waiting.remove(ref)
             elif request.adapter is None:
                 return request, 0
-            else:
+            elif not adapters_wait:
                 try:
                     number = self.slots.acquire_adapter(request.adapter)
                 except Exception as error:  # For example, the GPU is lost. Only this request fails.
@@ -83,7 +85,9 @@ class Queue:
                 if number is not None:
                     return request, number
                 if not self.slots.loads_adapter(request.adapter):
-                    return None
+                    if len(self.admitted) == len(self.slots):
+                        return None
+                    adapters_wait = True
         return None
 
     def admit(self) -> bool:
