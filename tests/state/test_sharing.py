@@ -171,6 +171,18 @@ def test_request_recomputes_a_prefix_with_nonfinite_logits(run_alone):
     engine.scheduler.assert_consistent()
 
 
+@pytest.mark.parametrize("length", [8, 24, 40])
+def test_request_does_not_report_reused_kv_that_it_recomputes(engine, run_alone, length):
+    """The cached K/V contain NaN, in a part of a page or in whole pages."""
+    ids = SYSTEM[:length]
+    engine.generate(ids, GREEDY)
+    engine.model.kv.pool.fill_(float("nan"))
+    result = engine.generate([*ids, 300, 5], GREEDY)
+    assert result.token_ids == run_alone([*ids, 300, 5])
+    assert result.usage.reused_tokens == 0
+    engine.scheduler.assert_consistent()
+
+
 def test_page_in_which_two_prompts_diverge_is_copied(engine, run_alone):
     """The page of the first prompt does not change: a third request that continues it gets the expected tokens."""
     first, second = SYSTEM[:24], [*SYSTEM[:20], 3, 4, 5, 6]

@@ -362,10 +362,10 @@ class Scheduler:
             return
         slot.position += 1
         if token == NO_TOKEN:
-            reused = slot.shared > 0  # The reused K/V may be the cause, so the request computes all K/V itself.
             self.slots.invalidate(slot)
-            if reused and request.reuse_prefix:
-                request.reuse_prefix = False
+            if slot.reused and request.reuse_prefix:
+                # The reused K/V may be the cause, so the request computes all K/V itself.
+                request.reuse_prefix, request.reused = False, None
                 self.queue.requeue(slot)
                 return
         else:

@@ -31,6 +31,7 @@ class Slot:
     filled: int = 0  # Number of leading tokens whose K/V are in the pages.
     pages: list[int] = field(default_factory=list)  # Pages in the order of positions.
     shared: int = 0  # Number of positions in the first pages, which other slots may also read.
+    reused: int = 0  # Number of positions whose K/V were in the cache at admission.
     node: Node | None = None  # The last node of the prefix tree that the slot uses.
     extends_leaf: bool = False  # Match.extends_leaf of the match at admission.
     salt: Hashable = ""

@@ -196,7 +196,8 @@ class Slots:
             self.pages.release([tail.page])
         self.cache.touch(match)
         self._use(slot, match.nodes[-1] if match.nodes else None)
-        slot.tokens, slot.filled, slot.shared = ids, match.tokens(self.page), len(shared) * self.page
+        slot.tokens, slot.shared = ids, len(shared) * self.page
+        slot.filled = slot.reused = match.tokens(self.page)
         slot.busy, slot.salt, slot.extends_leaf = True, salt, extends_leaf
         if match.snapshot and self.model.recurrent:
             self.model.recurrent.copy(match.snapshot.record, slot.records[0])
