@@ -1,7 +1,6 @@
 """Errors that a user can cause. Each has a one-line message with the problem, the expected value and a fix."""
 
 import json
-import warnings
 
 
 def counted(n: int, word: str) -> str:
@@ -51,12 +50,6 @@ class TooLong(PromptError):
         least = " or more" if is_lower_bound else ""
         super().__init__(f"the prompt has {counted(tokens, 'token')}{least}, the context holds {context:,}{fix}")
         self.tokens, self.is_lower_bound = tokens, is_lower_bound
-
-    @property
-    def or_more(self) -> bool:
-        """The deprecated name of `is_lower_bound`."""
-        warnings.warn("TooLong.or_more is deprecated; use is_lower_bound", DeprecationWarning, stacklevel=2)
-        return self.is_lower_bound
 
 
 class ParameterError(TridecodeError, ValueError):

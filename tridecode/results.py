@@ -1,6 +1,5 @@
 """Results of a generation."""
 
-import warnings
 from dataclasses import dataclass
 
 
@@ -90,11 +89,3 @@ class Result:
     seed: int
     logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str | None = None
-
-
-def __getattr__(name: str) -> type:
-    """Return OutputChunk for its deprecated name Piece."""
-    if name == "Piece":
-        warnings.warn("tridecode.results.Piece is deprecated; use OutputChunk", DeprecationWarning, stacklevel=2)
-        return OutputChunk
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

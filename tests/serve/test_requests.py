@@ -9,9 +9,9 @@ import pytest
 import torch
 from models import CUDA, tiny_engine
 
-from tridecode import Engine, Request, SamplingParams, results
+from tridecode import Engine, Request, SamplingParams
 from tridecode.cli.bench.passes import enqueue, rewind
-from tridecode.errors import EngineClosed, GenerationError, ParameterError, QueueFull, TooLong
+from tridecode.errors import EngineClosed, GenerationError, ParameterError, QueueFull
 from tridecode.layout import MAX_STOP_IDS
 from tridecode.serve import output
 from tridecode.serve.masks import Masks
@@ -738,14 +738,3 @@ def test_late_token_is_awaited(engine, run_alone, monkeypatch):
     monkeypatch.setattr(output.Ring, "_idle", idle)
     monkeypatch.setattr(engine.steps, "replay", lambda *args: threading.Thread(target=late, args=args).start())
     assert engine.generate(PROMPTS[0], params, reuse_prefix=False).token_ids == expected
-
-
-def test_deprecated_names_warn(engine):
-    with pytest.deprecated_call(match="use OutputChunk"):
-        assert results.Piece is results.OutputChunk
-    request = engine.submit(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=1))
-    request.result()
-    with pytest.deprecated_call(match="use chunks"):
-        assert request.pieces is request.chunks
-    with pytest.deprecated_call(match="use is_lower_bound"):
-        assert TooLong(2, 1, is_lower_bound=True).or_more

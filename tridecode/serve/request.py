@@ -2,7 +2,6 @@
 
 import time
 import traceback
-import warnings
 import weakref
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -106,12 +105,6 @@ class Request:
         return step_kind(self.params)
 
     # ---- methods for the caller
-
-    @property
-    def pieces(self) -> list[OutputChunk]:
-        """The deprecated name of `chunks`."""
-        warnings.warn("Request.pieces is deprecated; use chunks", DeprecationWarning, stacklevel=2)
-        return self.chunks
 
     def __iter__(self) -> Iterator[OutputChunk]:
         """Yield an output chunk for each token, then the last one, which has finish_reason, usage and timings.
