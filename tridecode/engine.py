@@ -380,7 +380,7 @@ class Engine:
         def remove(scheduler: Scheduler) -> None:
             adapter = self._adapter(name)
             del self._adapters[name]
-            scheduler.slots.forget_adapter(adapter)
+            scheduler.slots.residents.forget(adapter)
 
         self._driver.exclusively(remove)
 

@@ -84,7 +84,7 @@ class Queue:
                     continue
                 if number is not None:
                     return request, number
-                if not self.slots.loads_adapter(request.adapter):
+                if not self.slots.residents.loading(request.adapter):
                     if len(self.admitted) == len(self.slots):
                         return None
                     adapters_wait = True

@@ -301,28 +301,24 @@ class Slots:
             for slot, records in zip(self, self.snapshots.recover(self.cache.snapshots())):
                 slot.records = records
 
+    @property
+    def residents(self) -> Residents:
+        """The adapters on the device, if the engine has memory for adapters."""
+        assert self.adapters is not None
+        return self.adapters
+
     def acquire_adapter(self, adapter: "Adapter") -> int | None:
         """Return the number of an adapter on the device. If it is not there, begin to load it, and return None.
 
         Raises:
             RuntimeError: the adapter could not be copied to the device.
         """
-        assert self.adapters is not None
-        return self.adapters.acquire(adapter, self.used_adapters())
+        return self.residents.acquire(adapter, self.used_adapters())
 
     def prefetch_adapter(self, adapter: "Adapter") -> None:
         """Begin to load an adapter if the device has an empty place."""
-        if self.adapters is not None and self.adapters.has_room:
+        if self.residents.has_room:
             self.acquire_adapter(adapter)
-
-    def forget_adapter(self, adapter: "Adapter") -> None:
-        """Let an adapter leave the device before all others."""
-        if self.adapters is not None:
-            self.adapters.forget(adapter)
-
-    def loads_adapter(self, adapter: "Adapter") -> bool:
-        """Return whether an adapter is being loaded."""
-        return self.adapters is not None and self.adapters.loading(adapter)
 
     def used_adapters(self) -> set[int]:
         """Return the numbers of the adapters of active requests."""
