@@ -197,6 +197,27 @@ def test_slow_matcher_does_not_delay_others(bundled, monkeypatch):
     assert waiting.result().text == expected
 
 
+def test_two_slow_matchers_do_not_delay_the_masks_of_others(bundled, monkeypatch):
+    release, begun, matcher = Event(), [], Grammar.matcher
+
+    def slow(*args):
+        if len(begun) < 2:
+            begun.append(args)
+            release.wait(30)
+        return matcher(*args)
+
+    params = params_with("regex", seed=1)
+    expected = bundled.generate(CHAT, params).text
+    monkeypatch.setattr(Grammar, "matcher", slow)
+    waiting = [bundled.submit(CHAT, params) for _ in range(2)]
+    while len(begun) < 2:
+        bundled.step()
+    other = bundled.submit(CHAT, params)
+    assert other.result().text == expected and not any(request.completion_tokens for request in waiting)
+    release.set()
+    assert [request.result().text for request in waiting] == [expected] * 2
+
+
 def test_mask_of_cancelled_request_does_not_affect_next_request(bundled, monkeypatch):
     allowed = Matcher.allowed
     monkeypatch.setattr(Matcher, "allowed", lambda self: (time.sleep(0.05), allowed(self))[1])

@@ -1,6 +1,5 @@
 """Masks of allowed next tokens, computed from the requests' grammars in threads while the device runs."""
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +17,8 @@ from ..text.grammar import Grammar, Matcher
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
-THREADS = min(8, os.cpu_count() or 1)
+# Threads that compute masks, also on a machine with fewer cores: a slow grammar occupies a thread.
+THREADS = 8
 MASK_WAIT = 2e-3  # Seconds to wait for a late mask before a pass runs without it.
 
 
