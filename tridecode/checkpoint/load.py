@@ -35,7 +35,7 @@ from .loader import Loader, quantize_into
 from .quantization.scheme import Scheme, Stored
 from .slices import FLOATS, Target, TensorSlice, device_bytes, stored, targets, tensor_slices, tied_head_scheme
 from .tensor_info import DTYPE_BYTES, TensorInfo
-from .tied import HEAD, follow_files
+from .tied import HEAD_TENSOR, follow_files
 
 log = logging.getLogger("tridecode")
 # Keys are the dtype names of safetensors.
@@ -143,9 +143,9 @@ def load_weights(
                 done += count
                 if progress is not None:
                     progress(done, total)
-        if HEAD in plan and (scheme := tied_head_scheme(spec)):
-            tensors[HEAD] = tensors[spec.embed.tensor]
-            for _ in loader.place(HEAD, TensorSlice(HEAD, 0, spec.embed.shape, scheme)):
+        if HEAD_TENSOR in plan and (scheme := tied_head_scheme(spec)):
+            tensors[HEAD_TENSOR] = tensors[spec.embed.tensor]
+            for _ in loader.place(HEAD_TENSOR, TensorSlice(HEAD_TENSOR, 0, spec.embed.shape, scheme)):
                 pass
     return _assemble(spec, plan, places, host)
 
@@ -207,7 +207,7 @@ def random_weights(
     places, host = _allocate(plan, device, dtype, spec.num_layers, on_host)
     generator = torch.Generator(device=device).manual_seed(seed)
     for name, target in plan.items():
-        if name == HEAD and spec.tie_word_embeddings and target.load_scheme is not None:
+        if name == HEAD_TENSOR and spec.tie_word_embeddings and target.load_scheme is not None:
             continue  # The code below copies this weight from the embedding.
         # 2 * num_layers linears add to the residual stream, so their weights are smaller.
         std = (target.shape[-1] * (2 * spec.num_layers if target.residual else 1)) ** -0.5
@@ -302,8 +302,8 @@ def _assemble(
 ) -> Weights:
     """Build the model's weights from the loaded tensors."""
     # The LM head is a quantized copy of the embedding.
-    if spec.tie_word_embeddings and HEAD in plan and plan[HEAD].load_scheme:
-        quantize_into(places[HEAD], plan[HEAD], 0, places["embed"]["weight"])
+    if spec.tie_word_embeddings and HEAD_TENSOR in plan and plan[HEAD_TENSOR].load_scheme:
+        quantize_into(places[HEAD_TENSOR], plan[HEAD_TENSOR], 0, places["embed"]["weight"])
 
     if host:
         places = places | {name: {"weight": tensor} for name, tensor in host.read.items()}

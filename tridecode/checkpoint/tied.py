@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .tensor_info import TensorInfo
 
 log = logging.getLogger("tridecode")
-HEAD = "lm_head.weight"
+HEAD_TENSOR = "lm_head.weight"
 _NUMBERS = 2**24  # Maximum elements of a tensor that are compared at once.
 
 
@@ -31,11 +31,11 @@ def follow_files(spec: ModelSpec, tensors: "dict[str, TensorInfo]") -> ModelSpec
     """
     if spec.has_experts and tensors:
         spec = spec.stored_as(tensors)
-    if not spec.tie_word_embeddings or HEAD not in tensors:
+    if not spec.tie_word_embeddings or HEAD_TENSOR not in tensors:
         return spec
     if spec.embed.tensor not in tensors:
-        return replace(spec, embed_tensor=HEAD)
-    pair = tensors[spec.embed.tensor], tensors[HEAD]
+        return replace(spec, embed_tensor=HEAD_TENSOR)
+    pair = tensors[spec.embed.tensor], tensors[HEAD_TENSOR]
     changed = tuple(info.file.stat().st_mtime_ns for info in pair)
     return spec if _equal(*pair, getattr(torch, spec.dtype), changed) else replace(spec, tie_word_embeddings=False)
 
@@ -62,6 +62,6 @@ def _equal(embed: "TensorInfo", head: "TensorInfo", dtype: torch.dtype, changed:
     if not same:
         log.warning(
             "%s: %s differs from the embedding, so it is used, although config.json sets tie_word_embeddings to true; "
-            "set it to false there", head.file, HEAD,
+            "set it to false there", head.file, HEAD_TENSOR,
         )  # fmt: skip
     return same

@@ -17,7 +17,7 @@ from .experts import MAX_EXPERTS
 from .gguf import GGUF
 from .reader import ConfigReader
 
-EMBED, HEAD, ROPE = "token_embd.weight", "output.weight", "rope_freqs.weight"
+EMBED, OUTPUT, ROPE = "token_embd.weight", "output.weight", "rope_freqs.weight"
 MATRIX_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _END = (
     "<|im_end|>",
@@ -180,7 +180,7 @@ def config_values(gguf: GGUF, as_stored: bool = True) -> dict[str, Any]:
         "vocab_size": gguf.tensors[EMBED].shape[0],
         "max_position_embeddings": read.integer(f"{prefix}.context_length", 1, 2**31 - 1),
         "rms_norm_eps": read.number(f"{prefix}.attention.layer_norm_rms_epsilon", 1e-30, 1),
-        "tie_word_embeddings": HEAD not in gguf.tensors,
+        "tie_word_embeddings": OUTPUT not in gguf.tensors,
         "rope_parameters": _rope(gguf, read, prefix, head_dim, known.hybrid),
         "dtype": _dtype(gguf),
     }
@@ -318,7 +318,7 @@ def names(gguf: GGUF) -> dict[str, str | None]:
 
 
 def _name(name: str, known: Architecture, layers: int) -> str | None:
-    whole = {EMBED: "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
+    whole = {EMBED: "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", OUTPUT: "lm_head.weight"}
     if name in whole:
         return whole[name]
     if name == ROPE:

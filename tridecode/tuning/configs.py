@@ -14,7 +14,8 @@ TILE_ROWS = 64  # Number of rows of a buffer that kernels read in tiles.
 DRAFT_SPLITS = 32  # Number of programs that search the tokens of one row for drafts.
 HOPPER = 90  # The compute capability of most measurements.
 MAX_ROWS = 64  # Maximum rows of a pass for which tables and rules choose kernels. Passes with more rows use torch.
-HEAD = 2**15  # A linear with a norm before it and at least this number of outputs is treated as the LM head.
+MIN_HEAD_OUTPUTS = 2**15  # A linear with a norm before it and at least this many outputs is treated as the LM head.
+PROGRAMS = 4  # Number of programs without a GPU, because the interpreter runs one program after the other.
 
 
 class AttentionCase(NamedTuple):
@@ -61,4 +62,4 @@ def is_head(case: Case) -> bool:
 
     No programs share the columns of an LM head, because the buffer of their sums has no room for it.
     """
-    return case.epilogue == "normed" and case.n >= HEAD
+    return case.epilogue == "normed" and case.n >= MIN_HEAD_OUTPUTS

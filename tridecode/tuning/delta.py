@@ -3,9 +3,7 @@
 from ..kernels.delta.delta_chunks import DeltaChunksConfig
 from ..kernels.delta.delta_decode import DeltaConfig
 from ..kernels.device import Device
-from .configs import HOPPER
-
-PROGRAMS = 4  # Number of programs without a GPU, because the interpreter runs one program after the other.
+from .configs import HOPPER, PROGRAMS
 
 
 def delta_config(queries: int) -> DeltaConfig:

@@ -14,11 +14,11 @@ from ..kernels.moe.expert_tiles import TilesConfig
 from ..kernels.moe.expert_weight import PackedRowsConfig
 from ..kernels.moe.prompt_packed import PackedPromptConfig
 from ..kernels.moe.route import RouteConfig
+from .configs import PROGRAMS
 
 MAX_UNSORTED_ROWS = 2  # Rows of the largest decode pass whose pairs are not sorted. They rarely share an expert.
 MAX_ROUTE_PAIRS = 128  # Pairs of the largest decode pass that `route` sorts. It compares each pair with each other.
 MAX_LOGITS = 4096  # Logits of a decode pass, up to which the router computes each row separately.
-PROGRAMS = 4  # Number of programs without a GPU, because the interpreter runs one program after the other.
 FEW = 6  # Expected number of pairs of an expert, up to which a tile of 16 pairs rarely overflows.
 # Expected number of pairs of an expert, from which expert_ring is faster than expert_packed, by number type.
 RING_EXPECTED = {"int4": 1.0, "e4m3": 0.5}

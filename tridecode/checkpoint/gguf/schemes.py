@@ -32,7 +32,7 @@ from ..quantization.scheme import Quantization, Scheme, Stored
 from .dequantize import IQ4_VALUES, codes_q5, codes_q5_k, codes_q6_k, half, nibbles, scale_codes
 from .tensors import FLOATS, gguf_tensors
 
-HEAD = "lm_head"
+HEAD_MODULE = "lm_head"
 _OVER = 256  # Columns of a block of Q4_K, Q5_K and Q6_K, whose scales share a factor; see `QuantizedWeight.over`.
 
 
@@ -197,7 +197,7 @@ def with_file_type(spec: ModelSpec, name: str) -> ModelSpec:
             return SCHEMES["Q8_0"]
         return SCHEMES[("Q5_0", "Q8_0")[more_bits] if k % _OVER else ("Q4_K", "Q6_K")[more_bits]]
 
-    pairs = [(HEAD, scheme(spec.lm_head.k, True))]
+    pairs = [(HEAD_MODULE, scheme(spec.lm_head.k, True))]
     for i, layer in enumerate(spec.layers):
         in_larger_layer = i < eighth or i >= 7 * count // 8 or (i - eighth) % 3 == 2
         for linear in layer.linears():
@@ -217,8 +217,8 @@ def with_block_types(path: Path, spec: ModelSpec) -> ModelSpec:
     linears = [(spec.layer_prefix(i), linear) for i, layer in enumerate(spec.layers) for linear in layer.linears()]
     modules = [prefix + part.module for prefix, linear in [*linears, ("", spec.lm_head)] for part in linear.parts]
     if spec.tie_word_embeddings:
-        modules.append(HEAD)
-        infos[f"{HEAD}.weight"] = infos[spec.embed.tensor]
+        modules.append(HEAD_MODULE)
+        infos[f"{HEAD_MODULE}.weight"] = infos[spec.embed.tensor]
     types_of_modules = [(module, infos[f"{module}.weight"].dtype) for module in modules if f"{module}.weight" in infos]
     pairs = tuple((module, SCHEMES[name]) for module, name in types_of_modules if name in SCHEMES)
     others = [info for info in infos.values() if info.dtype not in (*SCHEMES, *FLOATS)]
