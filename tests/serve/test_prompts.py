@@ -269,6 +269,18 @@ def test_invalid_graph_options_are_refused(options, message):
     assert refused.value.argument in options and refused.value.code in ("type", "range", "choice", "conflict")
 
 
+@pytest.mark.parametrize("options, changed", [
+    ({"prompt_attention": "flash"}, True), ({"prompt_attention": "cudnn", "graph": "full"}, True),
+    ({"prompt_attention": "flash", "graph": "full_and_piecewise"}, False),
+    ({"prompt_attention": "flash", "graph": "full_decode_only"}, False), ({}, False),
+])  # fmt: skip
+def test_changed_mode_of_prompt_passes_is_noted(options, changed):
+    plan = plan_graphs(EngineOptions(**options), "triton", tiny_config(), torch.float32, torch.device("cuda"))
+    assert plan.graph == options.get("graph", "full") and (plan.note is not None) == changed
+    cpu = plan_graphs(EngineOptions(**options), "torch", tiny_config(), torch.float32, torch.device("cpu"))
+    assert cpu.note is None
+
+
 def test_idle_capture_ends():
     class Engine:
         def __init__(self, *left):

@@ -18,6 +18,7 @@ from ..step.dispatch import (
     graph_sizes,
     lowered,
     max_queries,
+    prompt_mode,
     prompt_sizes,
 )
 from ..tuning.attention import prompt_tiles_fit
@@ -74,6 +75,9 @@ def plan_graphs(
         note = f"graph {graph} becomes {below}: {options.attention} attention cannot be captured"
     sizes = graph_sizes(options.slots, options.graph_sizes)
     prompts = prompt_pass_sizes(options, options.chunk)
+    mode = prompt_mode(below, prompt_attention)
+    if mode != MODES[below][0] and options.prompt_attention != "auto":
+        note = f"graph {graph} becomes {mode} for prompt passes: {prompt_attention} attention cannot be captured"
     return GraphPlan(below, sizes, options.attention, prompts, prompt_attention, captured, note)
 
 

@@ -158,6 +158,12 @@ def prompt_sizes(
     return tuple(smaller + ([chunk] if sizes is None and chunk <= limit else [s for s in possible if s >= chunk][:1]))
 
 
+def prompt_mode(mode: str, attention: str) -> str:
+    """Return the mode of prompt passes in a graph mode, or the next lower one that the attention backend supports."""
+    requested = MODES[mode][0]
+    return "piecewise" if requested == "full" and PROMPT_ATTENTION[attention] < Support.ALWAYS else requested
+
+
 class Dispatcher:
     """Chooses the mode and the size of every pass, and counts the passes.
 
@@ -170,9 +176,7 @@ class Dispatcher:
 
     def __init__(self, mode: str, sizes: Sequence[int], prompts: Sequence[int] = (), attention: str = "triton"):
         self.sizes, self.prompts = tuple(sizes), tuple(prompts)
-        self.prompt_mode, self.decode_mode = MODES[mode]
-        if self.prompt_mode == "full" and PROMPT_ATTENTION[attention] < Support.ALWAYS:
-            self.prompt_mode = "piecewise"
+        self.prompt_mode, self.decode_mode = prompt_mode(mode, attention), MODES[mode][1]
         self._counts: Counter[tuple[str, int, int, str]] = Counter()
 
     def plan(
