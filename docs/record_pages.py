@@ -36,7 +36,7 @@ SERVER = re.compile(r"(python cli\.py|tridecode) serve\b")
 PORT = re.compile(r"(127\.0\.0\.1:|--port )8000\b")
 MODEL = re.compile(r"--model (\S+)")
 CHANGING = re.compile(
-    r"(?<=\d token · ).*|(?<=\d tokens · ).*|"  # The rest of a statistics line, which is shortened to 80 columns.
+    r"first (?:token )?(?=\d)|(?<=\d)(?: of | / |/)(?=\d)|"  # Words that a statistics line of over 80 columns shortens.
     r"[0-9a-f]{12,}|\d+(?:\.\d+)+(?:e-\d+)?|[\d,]+(?= (?:tok/s|[GM]iB))|\d{8}-\d{6}-[0-9a-f]{4}"
     r'|(?:[A-Z][a-z]+ +\d+ )?\d\d:\d\d(?::\d\d)?|(?<="created":)\d+|(?<=seed )\d+|(?<="seed": )\d+'
 )

@@ -132,7 +132,11 @@ def test_every_console_block_is_recorded():
 
 
 def test_outputs_are_compared_without_times():
-    shape, output = RECORDER["shape"], "17 + 25 = 42.\n12 tokens · 154 tok/s · first token 0.02 s · seed 4\n"
+    shape, speed = RECORDER["shape"], "12 tokens · 154 tok/s · first token 0.02 s · 3 of 18 reused · seed 4"
+    output = f"17 + 25 = 42.\n{speed} · cut by max_tokens\n"
     assert shape(output) == shape(output.replace("154", "98.5").replace("first token 0.02", "first 1.25"))
+    assert shape(output) == shape(output.replace("3 of 18", "3/18").replace("seed 4", "seed 51"))
+    for part, other in (("3 of", "0 of"), (" · cut by max_tokens", ""), ("max_tokens", "the context")):
+        assert shape(output) != shape(output.replace(part, other))
     assert shape("2 answered, 0 failed · 30 tokens in 0.2 s") == shape("2 answered, 0 failed · 30 tokens in 11.9 s")
     assert shape(output) != shape(output.replace("42", "43")) and shape(output) != shape(output.replace("12 t", "11 t"))
