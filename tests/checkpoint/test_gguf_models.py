@@ -131,9 +131,24 @@ def test_yarn_and_linear_scaling(tmp_path):
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(4.0)
         writer.add_rope_scaling_orig_ctx_len(128)
+        writer.add_rope_scaling_yarn_beta_fast(20.0)
+        writer.add_rope_scaling_yarn_attn_factor(0.5)
+        writer.add_float32("qwen3.rope.scaling.rope_theta", 3.0)
 
-    rope = load_config(write_gguf(source, tmp_path / "m.gguf", change=yarn)).layers[0].mixer.rope
-    assert (rope.kind, rope.factor, rope.original_max_position) == ("yarn", 4.0, 128)
+    spec = load_config(write_gguf(source, tmp_path / "m.gguf", change=yarn))
+    rope = spec.layers[0].mixer.rope
+    assert (rope.kind, rope.factor, rope.original_max_position, rope.high_freq_factor) == ("yarn", 4.0, 128, 20.0)
+    (note,) = spec.notes
+    assert rope.theta != 3 and "m.gguf: rope_parameters: 'yarn_attn_factor' 0.5: without effect" in note
+
+
+@pytest.mark.parametrize("key", ["scaling.factor", "scale_linear"])
+def test_scaling_without_a_type_is_named(key, tmp_path):
+    source = write_tiny(tmp_path / "hf", "qwen3", num_hidden_layers=1)
+    change = lambda writer: writer.add_float32(f"qwen3.rope.{key}", 4.0)  # noqa: E731
+    spec = load_config(write_gguf(source, tmp_path / "m.gguf", change=change))
+    (note,) = spec.notes
+    assert spec.layers[0].mixer.rope.kind == "default" and f"'{key.rpartition('.')[2]}' 4.0: without effect" in note
 
 
 def test_sampling_defaults(tmp_path):

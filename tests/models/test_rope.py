@@ -123,6 +123,52 @@ def test_invalid_settings_are_refused_by_name(case):
         parse_config(values | {"rope_parameters": {"rope_theta": 1e6} | rope})
 
 
+UNUSED = {
+    # name: (rope_parameters, the words of the note that name the keys without effect)
+    "keys of other programs": (
+        {"rope_type": "yarn", "factor": 2.0, "attn_factor": 2, "finetuned": True}, "'attn_factor' 2, 'finetuned' true",
+    ),
+    "key of another kind": (
+        {"rope_type": "linear", "factor": 2.0, "beta_slow": None, "beta_fast": 32}, "'beta_fast' 32",
+    ),
+    "original context": (
+        {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64},
+        "'original_max_position_embeddings' 64",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNUSED)
+def test_keys_without_effect_are_named(case):
+    """The keys do not change the frequencies of transformers either."""
+    rope, named = UNUSED[case]
+    values = SIZES | {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096}
+    (note,) = parse_config(values | {"rope_scaling": rope}).notes
+    assert note.startswith(f"config.json: rope_scaling: {named}: without effect")
+    known = {name: value for name, value in rope.items() if f"'{name}'" not in named}
+    expected = parse_config(values | {"rope_scaling": known})
+    assert not expected.notes and parse_config(values | {"rope_scaling": rope}).layers == expected.layers
+    (one, scale), (other, other_scale) = (
+        reference_frequencies(transformers.LlamaConfig(**values, rope_parameters={"rope_theta": 1e4} | each))
+        for each in (rope, known)
+    )
+    assert torch.equal(one, other) and scale == other_scale
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_keys_with_an_effect_are_not_named(case):
+    assert not parse_config(configs(case)[1]).notes
+
+
+def test_chunked_attention_is_named():
+    hybrid = configs("yarn of a part of the columns")[1] | {"dual_chunk_attention_config": {"chunk_size": 64}}
+    hybrid["rope_parameters"] = hybrid["rope_parameters"] | {"attn_factor": 2}
+    nested = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": hybrid}
+    first, second = parse_config(nested).notes
+    assert first.startswith("config.json: text_config.rope_parameters: 'attn_factor' 2: without effect")
+    assert second.startswith("config.json: text_config.dual_chunk_attention_config: without effect")
+
+
 @pytest.mark.parametrize("share", [0.01, 0.04, 0.07])
 def test_odd_number_of_rotated_columns_is_refused(share):
     values = configs("yarn of a part of the columns")[1]

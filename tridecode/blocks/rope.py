@@ -5,7 +5,17 @@ from dataclasses import dataclass
 
 import torch
 
-ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+# Kinds of rotary embeddings, and the keys of rope_parameters that only some kinds read.
+ROPE_KINDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": (
+        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale",
+        "mscale_all_dim", "truncate",
+    ),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

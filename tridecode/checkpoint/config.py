@@ -71,8 +71,9 @@ def parse_config(
             f"at most {MAX_STOP_IDS} can stop a generation: remove some"
         )
     return replace(
-        spec, checkpoint_quantization=_quantization(read), stop_ids=stops, generation_defaults=defaults, notes=notes
-    )
+        spec, checkpoint_quantization=_quantization(read), stop_ids=stops, generation_defaults=defaults,
+        notes=spec.notes + notes,
+    )  # fmt: skip
 
 
 def _quantization(read: ConfigReader):

@@ -9,13 +9,16 @@ from ..blocks.attention import Attention
 from ..blocks.mlp import MLP
 from ..blocks.rope import ROPE_KINDS, RopeConfig
 from ..blocks.spec import Layer, ModelSpec
-from ..errors import CheckpointError, as_json
+from ..errors import CheckpointError, as_json, brief
 from ..layout import LATE_TOKEN
 from .reader import ConfigReader
 
 DTYPES = ("bfloat16", "float16", "float32")
 MISTRAL_WINDOW = 4096  # Default if a Mistral checkpoint lacks the key. null means no window.
 NO_SCALING = RopeConfig()
+# Keys of rope_parameters that every kind may have. The mrope keys concern images only.
+_COMMON_ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+_DUAL_CHUNKS = "dual_chunk_attention_config"
 MAX_GROUP = 16  # Maximum query heads of a K/V head, because a tensor core tile of attention has 16 rows.
 
 
@@ -80,7 +83,7 @@ def parse_dense(
     """
     refuse_other_layers(read)
     sizes = read_sizes(read)
-    rope = read_rope(read, sizes)
+    rope, notes = read_rope(read, sizes)
     sizes["max_position"] = rope.max_position(sizes["max_position"])
     bos = read.token_ids("bos_token_id", sizes["vocab_size"])
     return dense_spec(
@@ -94,6 +97,7 @@ def parse_dense(
         rope=rope,
         dtype=read_dtype(read),
         bos_id=bos[0] if bos else None,
+        notes=notes,
     )
 
 
@@ -169,8 +173,10 @@ def _windows(read: ConfigReader, family: str, windows: str, num_layers: int, max
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)
 
 
-def read_rope(read: ConfigReader, sizes: dict[str, int], partial: float = 1.0) -> RopeConfig:
-    """Return the settings in rope_parameters, or in rope_scaling and rope_theta.
+def read_rope(read: ConfigReader, sizes: dict[str, int], partial: float = 1.0) -> tuple[RopeConfig, tuple[str, ...]]:
+    """Return the settings in rope_parameters, or in rope_scaling and rope_theta, and notes for the user.
+
+    A note names the keys without effect.
 
     Args:
         sizes: as `read_sizes` returns them.
@@ -183,7 +189,7 @@ def read_rope(read: ConfigReader, sizes: dict[str, int], partial: float = 1.0) -
             "and put its keys into rope_parameters, next to rope_theta"
         )
     key = keys[0] if keys else "rope_parameters"
-    rope = ConfigReader(read.get(key, {}), read.source, f"{read.prefix}{key}.")
+    rope = read.under(key)
     for name, value in rope.values.items():
         if isinstance(value, dict):
             raise CheckpointError(
@@ -212,7 +218,15 @@ def read_rope(read: ConfigReader, sizes: dict[str, int], partial: float = 1.0) -
     theta = owner.number("rope_theta", 1, 1e30) if "rope_theta" in owner.values else 10000.0
     if kind == "yarn" and theta == 1:
         raise owner.fail("rope_theta", "above 1 with rope_type yarn")
-    return RopeConfig(theta=theta, kind=kind, partial=share, **_scaling(read, rope, kind, sizes["max_position"]))
+    config = RopeConfig(theta=theta, kind=kind, partial=share, **_scaling(read, rope, kind, sizes["max_position"]))
+    known = (*_COMMON_ROPE_KEYS, *ROPE_KINDS[kind])
+    unknown = [(name, value) for name, value in rope.values.items() if name not in known and value is not None]
+    named = ", ".join(f"{shown(name)} {as_json(value)}" for name, value in unknown)
+    unused = [f"{key}: {brief(named)}"] if named else []
+    if read.get(_DUAL_CHUNKS):
+        unused.append(_DUAL_CHUNKS)
+    text = "without effect, as in transformers; answers may differ from those of other programs"
+    return config, tuple(f"{read.source}: {read.prefix}{each}: {text}" for each in unused)
 
 
 def _scaling(read: ConfigReader, rope: ConfigReader, kind: str, max_position: int) -> dict[str, Any]:

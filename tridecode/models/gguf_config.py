@@ -34,6 +34,11 @@ _CONTROL = 3  # A value of token_type.
 _SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
 }  # fmt: skip
+# Keys of rope.scaling -> keys of rope_parameters.
+_SCALING = {
+    "original_context_length": "original_max_position_embeddings", "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}  # fmt: skip
 _MODULES = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
@@ -262,19 +267,19 @@ def _rope(gguf: GGUF, read: ConfigReader, prefix: str, head_dim: int, partial: b
         raise read.fail(f"{prefix}.rope.dimension_count", f"equal to the size of a head ({head_dim})")
     kind = read.choice(f"{prefix}.rope.scaling.type", ("none", "linear", "yarn"), "none")
     if ROPE in gguf.tensors:
-        return values | _llama3(gguf, read, prefix, values["rope_theta"], rotated)
-    if kind == "none":
-        return values | {"rope_type": "default"}
-    values |= {"rope_type": kind, "factor": read.number(f"{prefix}.rope.scaling.factor", 1e-5, 1e5)}
-    if kind == "linear":
-        return values
-    original = f"{prefix}.rope.scaling.original_context_length"
-    if read.get(original) is not None:
-        values["original_max_position_embeddings"] = read.integer(original, 1, 2**31 - 1)
-    for key, name in (("beta_fast", "beta_fast"), ("beta_slow", "beta_slow")):
-        if (value := read.get(f"{prefix}.rope.scaling.yarn_{key}")) is not None:
-            values[name] = value
-    return values
+        values |= _llama3(gguf, read, prefix, values["rope_theta"], rotated)
+    elif kind == "none":
+        values["rope_type"] = "default"
+    else:
+        values |= {"rope_type": kind, "factor": read.number(f"{prefix}.rope.scaling.factor", 1e-5, 1e5)}
+    # Unknown keys are returned too, so that a note names them.
+    start = f"{prefix}.rope.scal"  # It begins rope.scaling.* and the older key rope.scale_linear.
+    stored = {key.rpartition(".")[2]: value for key, value in gguf.values.items() if key.startswith(start)}
+    return {
+        _SCALING.get(name, name): value
+        for name, value in stored.items()
+        if name != "type" and isinstance(value, bool | int | float | str)
+    } | values
 
 
 def _llama3(gguf: GGUF, read: ConfigReader, prefix: str, theta: float, columns: int) -> dict[str, Any]:

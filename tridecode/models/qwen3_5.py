@@ -51,7 +51,7 @@ def parse_hybrid(read: ConfigReader, family: str, **grouped: bool) -> ModelSpec:
     refuse_other_layers(read)
     read.values.setdefault("head_dim", 256)
     sizes = read_sizes(read)
-    rope = read_rope(read, sizes, PARTIAL)
+    rope, notes = read_rope(read, sizes, PARTIAL)
     eps = read.number("rms_norm_eps", 1e-30, 1, default=1e-6)
     common: dict[str, Any] = dict(hidden=sizes["hidden_size"], eps=eps, norm_offset=1.0)
     attention = Attention(
@@ -71,6 +71,7 @@ def parse_hybrid(read: ConfigReader, family: str, **grouped: bool) -> ModelSpec:
         tie_word_embeddings=read.flag("tie_word_embeddings"),
         dtype=read_dtype(read),
         bos_id=bos[0] if bos else None,
+        notes=notes,
         norm_offset=1.0,
         skipped=SKIPPED,
     )
