@@ -156,6 +156,7 @@ CONFIGS = {
     "group_that_does_not_divide": ("awq", {"group_size": 128}, ["groups of 128", "192", "q_proj"]),
     "modules_of_gptq": ("gptq", {"modules_in_block_to_quantize": [[5]]}, ["modules_in_block_to_quantize", "names"]),
     "blocks_of_fp8": ("fp8", {"weight_block_size": [64, 64]}, ["weight_block_size", "[128, 128]"]),
+    "expression_of_fp8": ("fp8", {"ignored_layers": ["*.gate"]}, ["ignored_layers", "regular expression", "*.gate"]),
     "format": ("pack-quantized", {"format": "nvfp4-pack-quantized"}, ["format", "pack-quantized", "nvfp4"]),
     "no_regular_expression": ("pack-quantized", {"ignore": ["re:("]}, ["ignore", "regular expression"]),
     "no_groups": ("pack-quantized", {"config_groups": {}}, ["config_groups", "at least one group"]),

@@ -100,6 +100,26 @@ def test_lists_of_names(kind):
     assert not Names(frozenset(), kind).match("lm_head")
 
 
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+SKIPPED = {
+    # module: an entry that excludes it; one that does not
+    "model.layers.1.mlp.gate": ("mlp.gate", "mlp.gat"),
+    "model.layers.11.mlp.up_proj": (r"model\.layers\.\d+\.mlp", r"layers\.\d+\.mlp"),
+    "model.layers.2.mlp.gate_proj": ("model.*proj|other", "model.*mlp.(gate|up)"),
+    "model.layers.3.self_attn.q_proj": (".*q_proj", "re:.*q_proj"),
+}
+
+
+@pytest.mark.parametrize("key", ["modules_to_not_convert", "ignored_layers"])
+@pytest.mark.parametrize("module", SKIPPED)
+def test_names_and_expressions_exclude_modules_from_fp8(key, module):
+    """The entries mean the same in transformers."""
+    utils = pytest.importorskip("transformers.quantizers.quantizers_utils")
+    for entry, excluded in zip(SKIPPED[module], (True, False), strict=True):
+        rules = parse(ConfigReader(FP8 | {key: [entry]}, "config.json", "quantization_config."))
+        assert (rules.scheme(module) is None) == excluded == (not utils.should_convert_module(module, [entry]))
+
+
 @pytest.mark.parametrize("pattern", ["(a{1000}){1000}", "[", "(?=a)", r"(a)\1", "\\", "(?:.{1000})" * 500])
 def test_invalid_and_large_patterns_are_refused(pattern):
     with pytest.raises(ValueError, match="."):
@@ -131,6 +151,10 @@ PUBLISHED = {
         "fp8", {}, ("lm_head", *GATES),
         {"modules_to_not_convert": ["lm_head", "model.language_model.embed_tokens", "model.visual"]
          + [f"{PREFIX}{i}.linear_attn.{name}" for i in (0, 2) for name in (*GATES, "conv1d")]},
+    ),
+    "fp8_ignored_layers": (
+        "fp8", {}, ("lm_head", "attn"),
+        {"modules_to_not_convert": None, "ignored_layers": ["lm_head", "visual", r"model\..*\.(linear|self)_attn"]},
     ),
     "compressed_tensors": (
         "pack-quantized", {}, ("lm_head", *GATES),

@@ -1,12 +1,13 @@
 """Block-wise fp8 of transformers: e4m3 codes in blocks of 128 x 128. weight_scale_inv contains their scales."""
 
+import re
 from dataclasses import dataclass
 
 import torch
 
 from ...kernels.linear.packed import QuantizedWeight
 from .patterns import Names
-from .scheme import Quantization, Scheme, Stored
+from .scheme import Quantization, Rule, Scheme, Stored, untrusted
 
 BLOCK = 128
 
@@ -34,5 +35,10 @@ def parse(read) -> Quantization:
     if read.get("fmt", "e4m3") != "e4m3":
         raise read.fail("fmt", '"e4m3"')
     scheme = Fp8Scheme(8, floating=True, group=BLOCK, rows=BLOCK)
-    skipped = Names(frozenset(("lm_head", *read.names("modules_to_not_convert"))), "path")
-    return Quantization("fp8", ((skipped, None), ("", scheme)))
+    listed = [(key, name) for key in ("modules_to_not_convert", "ignored_layers") for name in read.names(key)]
+    skipped: list[Rule] = [(Names(frozenset(("lm_head", *(name for _, name in listed))), "path"), None)]
+    for key, name in listed:
+        # As in transformers, an expression matches from the start of the module's name to a dot or to its end.
+        if re.search(r"[^\w.-]", name):
+            skipped.append((untrusted(read, key, rf"(?:{name})(?:\.|$)"), None))
+    return Quantization("fp8", (*skipped, ("", scheme)))
