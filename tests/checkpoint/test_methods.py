@@ -217,7 +217,26 @@ def narrower(tensors):
     tensors[f"{NAME}.qweight"] = tensors[f"{NAME}.qweight"][:, :-1].contiguous()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_biases_of_zeros_are_not_used(dtype, tmp_path):
+    """AutoGPTQ writes a bias for each linear."""
+    truth = write_quantized(tmp_path, "gptq")
+    biases = {f"{name}.bias": torch.zeros(len(weight), dtype=dtype) for name, weight in truth.items()}
+    change_tensors(tmp_path, lambda tensors: tensors.update(biases))
+    weights = load_weights(tmp_path, load_config(tmp_path), "cpu", torch.float32)
+    compare(weights, truth)
+    assert all(linear.bias is None for layer in weights.layers for linear in layer.linears.values())
+
+
+def bias(value):
+    """Return a change that adds a bias."""
+    return lambda tensors: tensors.update({f"{NAME}.bias": value})
+
+
 FILES = {
+    "bias": ("gptq", bias(torch.eye(192)[-1]), [f"{NAME}.bias", "does not belong"]),
+    "bias_of_a_wrong_size": ("gptq", bias(torch.zeros(191)), [f"{NAME}.bias", "does not belong"]),
+    "bias_of_a_wrong_dtype": ("gptq", bias(torch.zeros(192, dtype=torch.int32)), [f"{NAME}.bias", "does not belong"]),
     "missing_scales": ("float-quantized", lambda t: t.pop(f"{NAME}.weight_scale"), [f"{NAME}.weight_scale", "missing"]),
     "wrong_number_of_words": ("awq", narrower, [f"{NAME}.qweight", "[320, 24]", "[320, 23]"]),
     "wrong_dtype": (

@@ -163,7 +163,7 @@ def stored_tensors(path: Path, spec: ModelSpec) -> dict[str, TensorInfo]:
 
 
 def read_tensor_infos(path: Path, spec: ModelSpec) -> dict[str, TensorInfo]:
-    """Return the tensors as `stored_tensors` does, but check only the headers of the files."""
+    """Return the tensors as `stored_tensors` does, but check only headers, and biases of zeros."""
     return read_infos(path, spec, _with_prefix(_tensors(path), spec))
 
 
@@ -417,6 +417,15 @@ def _is_ignorable(name: str, spec: ModelSpec) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and spec.tie_word_embeddings)
 
 
+def _is_zero_bias(name: str, info: TensorInfo, slices: dict[str, TensorSlice]) -> bool:
+    """Return whether a tensor is a bias of only zeros of a quantized weight. AutoGPTQ writes one for each linear."""
+    weight = slices.get(f"{name.removesuffix('.bias')}.weight") if name.endswith(".bias") else None
+    if weight is None or weight.scheme is None or info.dtype not in FLOATS or info.shape != weight.shape[:1]:
+        return False
+    with ExitStack() as opened:
+        return not Loader({name: info}, {}, {}, 0, opened).read(name, 0, None).any()
+
+
 def _check(
     path: Path, tensors: Mapping[str, TensorInfo], needed: dict[str, Stored], slices: dict[str, TensorSlice],
     spec: ModelSpec,
@@ -435,6 +444,7 @@ def _check(
         for suffix in tensor_slice.scheme.unused
     }
     extra = [name for name in tensors if name not in needed and name not in unused and not _is_ignorable(name, spec)]
+    extra = [name for name in extra if not _is_zero_bias(name, tensors[name], slices)]
     missing = [name for name in needed if name not in tensors]
     if spec.checkpoint_quantization is None:
         for name in extra:
