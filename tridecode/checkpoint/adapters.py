@@ -17,11 +17,11 @@ from ..kernels.linear.adapters import RANK_STEP
 from ..models.files import present
 from ..tensors import aligned
 from .hub import resolve_adapter
-from .load import DTYPES, read_header
+from .load import read_header
 from .loader import Loader
 from .peft import CONFIG, WEIGHTS, PeftConfig, module_names, read_peft_config
 from .slices import runs
-from .tensor_info import TensorInfo
+from .tensor_info import FLOATS, TensorInfo
 
 _MODULE = re.compile(r"(.*?)layers\.(\d{1,6})\.(.+)", re.ASCII)
 _PREFIXES = "", "model.", "language_model.", "model.language_model.", "language_model.model."
@@ -167,8 +167,8 @@ def _check(
         rank = scales[module][0]
         for matrix, shape in ("A", (rank, place.linear.k)), ("B", (place.rows, rank)):
             info = infos[tensors[matrix]]
-            if info.dtype not in DTYPES:
-                allowed = ", ".join(DTYPES)
+            if info.dtype not in FLOATS:
+                allowed = ", ".join(FLOATS)
                 raise CheckpointError(f"{file}: {tensors[matrix]} has dtype {info.dtype}; expected one of {allowed}")
             if info.shape != shape:
                 expected = f"expected {list(shape)} for rank {rank}"

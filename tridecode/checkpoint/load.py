@@ -33,13 +33,11 @@ from .gguf.tensors import check_type, gguf_tensors
 from .hub import INDEX, SINGLE, shard_map, weights_present
 from .loader import Loader, quantize_into
 from .quantization.scheme import Scheme, Stored
-from .slices import FLOATS, Target, TensorSlice, device_bytes, stored, targets, tensor_slices, tied_head_scheme
-from .tensor_info import DTYPE_BYTES, TensorInfo
+from .slices import Target, TensorSlice, device_bytes, stored, targets, tensor_slices, tied_head_scheme
+from .tensor_info import DTYPE_BYTES, FLOATS, TensorInfo
 from .tied import HEAD_TENSOR, follow_files
 
 log = logging.getLogger("tridecode")
-# Keys are the dtype names of safetensors.
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _HEADER_LIMIT = 100_000_000  # Maximum bytes of a header, as in safetensors.
 # Maximum number of dimensions of a tensor. A header of 100 MB could list millions, whose product takes minutes.
 _MAX_DIMENSIONS = 8
@@ -63,8 +61,8 @@ def load_config(path: Path) -> ModelSpec:
             tensors = {}
         spec = follow_files(spec, tensors)
         embed = tensors.get(spec.embed.tensor)
-        if not has_dtype and embed is not None and embed.dtype in DTYPES:
-            spec = replace(spec, dtype=str(DTYPES[embed.dtype]).removeprefix("torch."))
+        if not has_dtype and embed is not None and embed.dtype in FLOATS:
+            spec = replace(spec, dtype=str(FLOATS[embed.dtype]).removeprefix("torch."))
     if path.is_file():
         spec = with_block_types(path, spec)
     for name, tensor_slice in tensor_slices(spec).items():
@@ -127,7 +125,7 @@ def load_weights(
 
     def scale_dtype(name: str) -> torch.dtype:
         parts = (part for part in stored(name, slices[name]) if "scale" in part.rpartition(".")[2])
-        return DTYPES[tensors[scale].dtype] if (scale := next(parts, None)) else torch.float16
+        return FLOATS[tensors[scale].dtype] if (scale := next(parts, None)) else torch.float16
 
     plan = targets(spec, packs, scale_dtype)
     # A dtype conversion makes a second copy of a tensor slice, which must be small compared to the weights.
@@ -488,7 +486,7 @@ def _check(
             check_type(info, len(of.shape))
         elif info.dtype not in of.dtypes:
             fix = "check that config.json belongs to it"
-            if of.dtypes == FLOATS:
+            if of.dtypes == tuple(FLOATS):
                 fix = "use the unquantized checkpoint, or convert it with transformers' save_pretrained"
             raise CheckpointError(
                 f"{info.file}: tensor {shown(name)} must be one of {', '.join(of.dtypes)}, got {shown(info.dtype)}; "

@@ -17,11 +17,9 @@ from .gguf.tensors import GGUFInfo
 from .quantization.quantize import quantize
 from .quantization.scheme import Scheme
 from .slices import Target, TensorSlice, stored
+from .tensor_info import FLOATS
 
-READ = {
-    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
-    "F8_E4M3": torch.float8_e4m3fn,
-}  # fmt: skip
+READ = FLOATS | {"I64": torch.int64, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn}
 BLOCK = 128  # Number of rows that may share a scale. Quantized weights are read in multiples of this number.
 _NUMBERS = 2**24  # Maximum elements of a weight that are quantized or dequantized at once.
 

@@ -14,8 +14,7 @@ from ..blocks.spec import ModelSpec
 from ..kernels.linear.packed import Packed
 from .quantization.quantize import fitted
 from .quantization.scheme import Scheme, Stored
-
-FLOATS = ("F32", "F16", "BF16")
+from .tensor_info import FLOATS
 
 
 class TensorSlice(NamedTuple):
@@ -141,7 +140,7 @@ def stored(name: str, tensor_slice: TensorSlice) -> dict[str, Stored]:
     """Return the checkpoint tensors that store a slice, by name. The largest comes first."""
     if tensor_slice.scheme is None:
         shape, stacked = tensor_slice.shape, tensor_slice.stacked
-        return {name: Stored((stacked, shape[0] // stacked, shape[1]) if stacked else shape, FLOATS)}
+        return {name: Stored((stacked, shape[0] // stacked, shape[1]) if stacked else shape, tuple(FLOATS))}
     module = name.removesuffix("weight")
     return {module + suffix: tensor for suffix, tensor in tensor_slice.scheme.tensors(*tensor_slice.shape).items()}
 

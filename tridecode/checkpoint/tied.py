@@ -10,7 +10,7 @@ import torch
 
 from ..blocks.spec import ModelSpec
 from .loader import Loader
-from .slices import FLOATS
+from .tensor_info import FLOATS
 
 if TYPE_CHECKING:
     from .tensor_info import TensorInfo

@@ -20,7 +20,8 @@ from ..checkpoint.gguf.schemes import SCHEMES
 from ..checkpoint.hub import BUNDLED, resolve_model
 from ..checkpoint.load import empty_weights, load_config, read_tensor_infos
 from ..checkpoint.names import model_name, repository
-from ..checkpoint.slices import FLOATS, host_layer_bytes, parameter_count
+from ..checkpoint.slices import host_layer_bytes, parameter_count
+from ..checkpoint.tensor_info import FLOATS
 from ..errors import CheckpointError, DeviceError
 from ..kernels.device import Device, device_of
 from ..models.gguf import read_gguf

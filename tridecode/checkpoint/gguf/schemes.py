@@ -29,8 +29,9 @@ from ...errors import conflict, counted
 from ...kernels.linear.packed import Packed, QuantizedWeight
 from ...models.gguf import TYPES
 from ..quantization.scheme import Quantization, Scheme, Stored
+from ..tensor_info import FLOATS
 from .dequantize import IQ4_VALUES, codes_q5, codes_q5_k, codes_q6_k, half, nibbles, scale_codes
-from .tensors import FLOATS, gguf_tensors
+from .tensors import gguf_tensors
 
 HEAD_MODULE = "lm_head"
 _OVER = 256  # Columns of a block of Q4_K, Q5_K and Q6_K, whose scales share a factor; see `QuantizedWeight.over`.

@@ -13,10 +13,8 @@ from ...models import gguf_config
 from ...models.experts import MAX_EXPERTS
 from ...models.gguf import BlockType, GGUFTensor, read_gguf
 from ...models.gguf_config import NONE, Change, Order
-from ..tensor_info import TensorInfo
+from ..tensor_info import FLOATS, TensorInfo
 from .dequantize import NAMES, dequantize
-
-FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)

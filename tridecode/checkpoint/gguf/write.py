@@ -14,8 +14,8 @@ from ..load import read_infos
 from ..loader import Loader
 from ..shards import Shards
 from ..slices import TensorSlice, runs, tensor_slices
-from ..tensor_info import TensorInfo
-from .tensors import FLOATS, GGUFInfo, gguf_tensors
+from ..tensor_info import FLOATS, TensorInfo
+from .tensors import GGUFInfo, gguf_tensors
 
 _NUMBERS = 2**24  # Maximum elements that are dequantized at once.
 
