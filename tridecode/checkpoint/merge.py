@@ -5,12 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from ..blocks.adapter import Adapter
 from ..blocks.spec import ModelSpec
 from .quantization.write import copy_others, with_code
-from .shards import Shards
+from .shards import Shards, read_tensors
 from .slices import runs
 
 
@@ -53,21 +52,12 @@ def merge(
         CheckpointError, OSError: the checkpoint cannot be written.
     """
     values, _ = (with_code(source, out, name, repo) for name in ("config.json", "tokenizer_config.json"))
-    total, done, shards = sum(file.stat().st_size for file in files), 0, Shards(out)
-    changed = changes(adapter, spec)
-    for file, names in files.items():
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            stored_names = {*opened.keys()}
-            for name in names:
-                stored_name = name if name in stored_names else name.removeprefix("model.")
-                tensor = opened.get_tensor(stored_name)
-                done += tensor.nbytes
-                if change := changed.get(name.removesuffix(".weight")):
-                    b, a = change
-                    tensor = (tensor.float() + b @ a).to(tensor.dtype)
-                shards.add({name: tensor})
-                if progress is not None:
-                    progress(done, total)
+    changed, shards = changes(adapter, spec), Shards(out)
+    for name, tensor in read_tensors(files, progress):
+        if change := changed.get(name.removesuffix(".weight")):
+            b, a = change
+            tensor = (tensor.float() + b @ a).to(tensor.dtype)
+        shards.add({name: tensor})
     shards.close()
     copy_others(source, out)
     (out / "config.json").write_text(json.dumps(values, indent=2))

@@ -1,16 +1,39 @@
-"""Shards: writing of tensors to the safetensors files of a checkpoint."""
+"""Shards: reading and writing of all tensors in the safetensors files of a checkpoint."""
 
 import json
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..errors import CheckpointError, brief
 
 SHARD = 4 * 2**30  # A file ends when it has this number of bytes. Its last tensor may exceed the limit.
+
+
+def read_tensors(
+    files: dict[Path, list[str]], progress: Callable[[int, int], None] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of each tensor in `files`, one after the other.
+
+    Args:
+        files: each file -> the names of its tensors to read.
+        progress: called as progress(done, total) after the caller has processed a tensor, with bytes of the files.
+    """
+    total, done = sum(file.stat().st_size for file in files), 0
+    for file, names in files.items():
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            stored_names = {*opened.keys()}
+            for name in names:
+                # The name in the file may lack the prefix.
+                tensor = opened.get_tensor(name if name in stored_names else name.removeprefix("model."))
+                yield name, tensor
+                done += tensor.nbytes
+                if progress is not None:
+                    progress(done, total)
 
 
 class Shards:

@@ -7,12 +7,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from ...kernels.linear.packed import QuantizedWeight
 from ...models.reader import read_json
 from .. import custom_code
-from ..shards import Shards
+from ..shards import Shards, read_tensors
 from .quantize import fitted, quantize
 from .scheme import Quantization, Scheme
 
@@ -112,32 +111,22 @@ def write(
         CheckpointError, OSError: the checkpoint cannot be written.
     """
     values, tokenizer = (with_code(source, out, name, repo) for name in ("config.json", "tokenizer_config.json"))
-    total, done = sum(file.stat().st_size for file in files), 0
     shards, schemes = Shards(out), {}
     ignored: list[str] = []
     others: list[str] = []
-    for file, names in files.items():
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            stored_names = {*opened.keys()}
-            for name in names:
-                # The name in the file may lack the prefix.
-                stored_name = name if name in stored_names else name.removeprefix("model.")
-                whole, owner = opened.get_tensor(stored_name), name.removesuffix(".weight")
-                done += whole.nbytes
-                linear = owner in modules
-                for weight, tensor in (matrices(name, whole) if linear else {name: whole}).items():
-                    module = weight.removesuffix(".weight")
-                    scheme = rules.scheme(module) if linear else None
-                    if scheme is None:
-                        if tensor.ndim == 2:
-                            (ignored if module == "lm_head" else others).append(module)
-                        shards.add({weight: tensor})
-                        continue
-                    schemes[module] = scheme = fitted(scheme, tensor.shape[1])
-                    parts = tensors_of(quantize(tensor, scheme))
-                    shards.add({f"{module}.{part}": value for part, value in parts.items()})
-                if progress is not None:
-                    progress(done, total)
+    for name, whole in read_tensors(files, progress):
+        linear = name.removesuffix(".weight") in modules
+        for weight, tensor in (matrices(name, whole) if linear else {name: whole}).items():
+            module = weight.removesuffix(".weight")
+            scheme = rules.scheme(module) if linear else None
+            if scheme is None:
+                if tensor.ndim == 2:
+                    (ignored if module == "lm_head" else others).append(module)
+                shards.add({weight: tensor})
+                continue
+            schemes[module] = scheme = fitted(scheme, tensor.shape[1])
+            parts = tensors_of(quantize(tensor, scheme))
+            shards.add({f"{module}.{part}": value for part, value in parts.items()})
     shards.close()
     copy_others(source, out)
     if repo and custom_code.KEY in tokenizer:
