@@ -177,7 +177,7 @@ class Engine:
             self.steps.costs = measure_costs(self.steps, scheduler.slots)
         self._driver = Driver(scheduler, lambda: threads.use(self.threads))
         self._adapters: dict[str, Adapter] = {}
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()  # Reentrant, because a signal handler may call `close` during `close`.
         _engines[id(self)] = self
 
     def warm_up(self) -> None:
@@ -380,7 +380,7 @@ class Engine:
         def remove(scheduler: Scheduler) -> None:
             adapter = self._adapter(name)
             del self._adapters[name]
-            scheduler.slots.residents.forget(adapter)
+            scheduler.slots.residents.forget(adapter, scheduler.slots.used_adapters())
 
         self._driver.exclusively(remove)
 
@@ -409,7 +409,8 @@ class Engine:
             cache_salt: the request shares K/V only with requests that have the same salt.
             reader: returns a new reader, which searches the answer for the stop strings, such as in the text after the
                 thinking only. The output chunks then contain the whole text, with a stop string. Any thread of the
-                engine may call it, during a step. Its errors end the request, and its caller gets them.
+                engine may call it, during a step, so it must not call the engine. Its errors end the request, and the
+                caller gets them.
 
         Raises:
             PromptError, ParameterError, QueueFull, EngineClosed.
@@ -586,7 +587,7 @@ def _after_fork() -> None:
         _inherited.append((engine.model, engine.steps, engine.prompts))
         engine._driver.disown()
         engine.model = engine.steps = engine.prompts = None  # type: ignore[assignment]
-        engine._closing = threading.Lock()  # Another thread of the parent process may hold its lock.
+        engine._closing = threading.RLock()  # Another thread of the parent process may hold its lock.
     _engines.clear()
 
 

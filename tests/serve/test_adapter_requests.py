@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -291,7 +292,9 @@ def test_close_stops_a_copy(tuned, monkeypatch):
         time.sleep(0.001)
     engine.close()
     assert all(copied.count(adapter.name) <= 2 < len(adapter.linears) for adapter in adapters)
-    assert residents.names() == []
+    pool = weakref.ref(residents.pool)
+    del residents, adapters
+    assert pool() is None, "a cancelled copy refers to the adapters on the device"
 
 
 def test_unloaded_adapters_serve_the_requests_that_have_them(tuned):
@@ -303,6 +306,22 @@ def test_unloaded_adapters_serve_the_requests_that_have_them(tuned):
             engine.submit(PROMPTS[0], GREEDY, adapter="a0")
         assert error.value.argument == "adapter" and "a1" in str(error.value)
         assert request.result().token_ids == tuned.texts(0)[0]
+
+
+def test_unloaded_adapters_leave_the_device(tuned):
+    with tuned.load(adapters=tuned.sources(0, 1), **room_for(tuned, 2)) as engine:
+        residents = engine.scheduler.slots.adapters
+        request = engine.submit(PROMPTS[0], GREEDY, adapter="a0")
+        while not request.chunks:
+            engine.step()
+        engine.unload_adapter("a0")
+        assert residents.names() == ["a0", "a1"], "an adapter leaves the device while a request uses it"
+        engine.unload_adapter("a1")
+        assert residents.names() == ["a0"]
+        engine.load_adapter("a2", tuned.adapters[2])
+        assert engine.submit(PROMPTS[0], GREEDY, adapter="a2").result().token_ids == tuned.texts(2)[0]
+        assert request.result().token_ids == tuned.texts(0)[0]
+        engine.scheduler.assert_consistent()
 
 
 def test_wrong_names_and_options(tuned, tmp_path):

@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tridecode import Engine, Request, SamplingParams
 from tridecode.cli.bench.passes import enqueue, rewind
 from tridecode.errors import EngineClosed, GenerationError, ParameterError, QueueFull
 from tridecode.layout import MAX_STOP_IDS
-from tridecode.serve import output
+from tridecode.serve import driver, output
 from tridecode.serve.masks import Masks
 from tridecode.serve.scheduler import Scheduler
 
@@ -191,6 +192,19 @@ def test_unreferenced_request_is_cancelled(engine, run_alone, drop):
     drop(engine)
     assert neighbor.result().token_ids == run_alone(PROMPTS[2], SAMPLED)
     assert not engine.scheduler.queue.requests and not any(slot.busy for slot in engine.scheduler.slots)
+
+
+def test_a_thread_with_another_stream_leaves_the_cancellation_to_the_next_step(engine, monkeypatch):
+    first, second = (engine.submit(prompt, LONG) for prompt in PROMPTS[:2])
+    engine.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(driver, "_on_other_stream", lambda: True)
+        first.driver.drop(first)
+        assert len(engine.scheduler.queue.requests) == 2
+    engine.step()
+    assert first.finish_reason == "cancelled" and [*engine.scheduler.queue.requests] == [second.ref]
+    second.driver.drop(second)
+    assert second.finish_reason == "cancelled"
 
 
 def test_error_in_progress_cancels_the_requests(engine):
@@ -649,6 +663,21 @@ def test_errors_of_a_reader_end_only_its_request(loaded, method):
             wait()
     assert not several.scheduler.busy
     several.scheduler.assert_consistent()
+
+
+@dataclass(frozen=True)
+class FrozenError(Exception):
+    reason: str
+
+
+def test_errors_without_attributes_end_only_their_request(loaded):
+    def fail():
+        raise FrozenError("the reader fails")
+
+    several, one = loaded
+    failing = several.submit(CHATS[0], GREEDY, reader=fail)
+    assert several.generate(CHATS[1], GREEDY).text == one.generate(CHATS[1], GREEDY).text
+    assert failing.failure == FrozenError("the reader fails")
 
 
 def test_errors_of_a_reader_after_an_interrupt_end_only_its_request(loaded, monkeypatch):

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar, TypeVarTuple
 
+import torch
+
 from ..errors import EngineClosed, QueueFull, TridecodeError, brief
 from ..results import Result, Timings, Usage
 from .request import Request
@@ -85,13 +87,18 @@ class Driver:
             self._dropped.popleft()
 
     def _try_to_catch_up(self) -> None:
-        """Process the queued submissions and cancellations, unless a thread holds the lock."""
-        if self._lock.acquire(blocking=False):
+        """Process the queued submissions and cancellations, unless a thread holds the lock.
+
+        Python runs signal handlers at calls, and an error of a handler between `acquire` and `try` would leave the lock
+        held. `for` calls `acquire` without such a place.
+        """
+        for acquired in map(self._lock.acquire, [False]):
             try:
-                if self.scheduler is not None:
+                if acquired and self.scheduler is not None:
                     self._catch_up(self.scheduler)
             finally:
-                self._lock.release()
+                if acquired:
+                    self._lock.release()
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Run steps for all requests until `ready` returns True."""
@@ -134,11 +141,12 @@ class Driver:
     def drop(self, request: Request) -> None:
         """Cancel the request without waiting. The garbage collector may call this at any time, even during a step.
 
-        It never waits for the lock: the garbage collector may run in a thread that holds a lock of its own.
+        It never waits for the lock: the garbage collector may run in a thread that holds a lock of its own. In a thread
+        that uses another stream, for example to copy adapters, the next step cancels the request.
         """
         if not request.ended:
             self.drop_later(request)
-            if not sys.is_finalizing():
+            if not sys.is_finalizing() and not _on_other_stream():
                 with suppress(RuntimeError):  # If the GPU is lost, the next step reports it.
                     self._try_to_catch_up()
 
@@ -220,3 +228,8 @@ def failed(error: Exception) -> Result:
     """Return the result of a request that could not begin, or that ended with an error."""
     line = str(error) if isinstance(error, TridecodeError) else f"{type(error).__name__}: {brief(error)}"
     return Result("", (), "error", Usage(0, 0, 0), Timings(0.0, 0.0, 0.0), seed=0, error=line)
+
+
+def _on_other_stream() -> bool:
+    """Return whether work that this thread gives to the GPU is not in the stream of the passes."""
+    return torch.cuda.is_initialized() and torch.cuda.current_stream() != torch.cuda.default_stream()

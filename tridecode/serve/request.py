@@ -5,6 +5,7 @@ import traceback
 import weakref
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -214,12 +215,13 @@ class Request:
 
         The error keeps the text of its traceback as a note, but not the frames, because they refer to tensors.
         """
-        error.add_note("".join(["In a step of the engine:\n", *traceback.format_tb(error.__traceback__)]).rstrip())
-        chain: list[BaseException] = [error]
-        for each in chain:
-            each.__traceback__ = None
-            chain += [cause for cause in (each.__cause__, each.__context__) if cause and cause not in chain]
         self.failure = error
+        chain: list[BaseException] = [error]
+        with suppress(Exception):  # An error of a caller's class may refuse attributes.
+            error.add_note("".join(["In a step of the engine:\n", *traceback.format_tb(error.__traceback__)]).rstrip())
+            for each in chain:
+                each.__traceback__ = None
+                chain += [cause for cause in (each.__cause__, each.__context__) if cause and cause not in chain]
 
     @property
     def _hit(self) -> str | None:

@@ -294,10 +294,17 @@ class Residents:
         number = self._number(adapter)
         return number is not None and not self._residents[number].ready
 
-    def forget(self, adapter: Adapter) -> None:
-        """Let an adapter leave the pool before all others, because no later request uses it."""
+    def forget(self, adapter: Adapter, used: Collection[int]) -> None:
+        """Remove an adapter from the pool. If requests use it, or it is being loaded, it leaves before all others.
+
+        Args:
+            used: numbers of adapters that requests use.
+        """
         if (number := self._number(adapter)) is not None:
-            self._residents[number].used = -1
+            if number in used or not self._residents[number].ready:
+                self._residents[number].used = -1
+            else:
+                del self._residents[number]
 
     def wait(self, seconds: float) -> None:
         """Wait until an adapter is loaded, at most for this time."""
@@ -309,6 +316,7 @@ class Residents:
         """Stop the copies to the device, and wait until their thread has ended."""
         self._closed = True
         self._threads.shutdown()
+        self._residents.clear()  # A copy that ended with an error refers to the pool.
 
     def names(self) -> list[str]:
         """Return the names of the adapters in the pool. Any thread may call this."""
