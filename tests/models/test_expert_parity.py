@@ -65,7 +65,7 @@ class Recorder:
     def __call__(self, role, op, *args, **options):
         self._run(role, op, *args, **options)
         if op is ROUTE:
-            meta, _, x, _, _, routes, _, sizes, *_ = args
+            meta, _, x, _, _, routes, _, sizes = args
             rows, place = slice(len(x)), None
             if meta is not None:
                 rows = meta[:, STATUS] == RUN

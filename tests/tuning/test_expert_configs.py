@@ -71,9 +71,3 @@ def test_warps_of_dense_down_increase_with_the_width(used, width, warps):
 def test_very_wide_dense_experts_use_sorted_pairs():
     sizes = ExpertSizes(experts=128, top_k=16, intermediate=4096)
     assert experts_config(sizes, 1, H100, False).rows is None
-
-
-@pytest.mark.parametrize("rows, sorts", [(2, False), (3, True), (16, True), (17, False), (64, False)])
-def test_route_sorts_up_to_128_pairs(rows, sorts):
-    assert experts_config(SIZES, rows, H100, False).route.sorts == sorts
-    assert not experts_config(SIZES, rows, H100, True).route.sorts

@@ -1,6 +1,6 @@
 """MoE: a feed-forward of many experts, which are gated MLPs. A router chooses a few of them for each row."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -131,7 +131,7 @@ class MoE(Block):
             Buffer("router_logits", (self.sizes.stored,), "float32"),
             Buffer("expert_ids", (used,), "int32"),
             Buffer("expert_weights", (used,), "float32"),
-            Buffer("route_counter", (2,), "int32"),
+            Buffer("route_counter", (1,), "int32"),
             Buffer("pairs", (used,), "int32"),
             Buffer("pair_tiles", (used, TILE_FIELDS), "int32"),
             Buffer("tile_count", (1,), "int32"),
@@ -140,10 +140,7 @@ class MoE(Block):
         )
 
     def decode(self, run: Run, state: DecodeState, layer: LoadedLayer, residual: Residual) -> Residual:
-        """List route, gate_up and down. Without `rows` in the configs, add_experts follows.
-
-        Then sort_pairs is listed too, unless route sorts the pairs.
-        """
+        """List route, gate_up and down. Without `rows` in the configs, sort_pairs and add_experts are listed too."""
         own, sizes, configs, meta = state.buffers(self), self.sizes, state.experts(self, layer), state.meta
         assert residual.next_norm is not None
         normed = Normed(residual.sumsq, residual.partials, self.eps)
@@ -193,13 +190,12 @@ class MoE(Block):
         Args:
             meta, chunks, x, normed: see `route`.
         """
-        own, configs = state.buffers(self), state.experts(self, layer)
+        own = state.buffers(self)
         routes = Routes(own["router_logits"], own["expert_ids"], own["expert_weights"])
         router = Router(layer.weights["router"], layer.weights["shared_gate"] if self.shared else None)
-        sorted_pairs, tile = (_tiles(own), configs.tiles[0].tile) if configs.route.sorts else (None, 0)
         run(
-            "route", ROUTE, meta, chunks, x, router, normed, routes, own["route_counter"], self.sizes, sorted_pairs,
-            tile, config=configs.route,
+            "route", ROUTE, meta, chunks, x, router, normed, routes, own["route_counter"], self.sizes,
+            config=state.experts(self, layer).route,
         )  # fmt: skip
         return routes
 
@@ -207,19 +203,16 @@ class MoE(Block):
         self, run: Run, state: PassState, layer: LoadedLayer, x: torch.Tensor, normed: Normed | None, routes: Routes,
         meta: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        """List the order of the pairs, unless route has sorted them, and their products in tiles.
-
-        The products are written to experts_out.
+        """List the order of the pairs and their products in tiles, which are written to experts_out.
 
         Args:
             x, normed: see `gate_up_tiles`.
             meta: see `sort_pairs`.
         """
         own, sizes, configs = state.buffers(self), self.sizes, state.experts(self, layer)
-        tiles, (gate_up, down) = _tiles(own), _loaded(layer)
+        tiles, (gate_up, down) = PairTiles(own["pairs"], own["pair_tiles"], own["tile_count"]), _loaded(layer)
         up_config, down_config = configs.tiles
-        if not configs.route.sorts:
-            run("sort_pairs", SORT_PAIRS, meta, routes.ids, tiles, sizes.stored, up_config.tile)
+        run("sort_pairs", SORT_PAIRS, meta, routes.ids, tiles, sizes.stored, up_config.tile)
         run(
             "experts_gate_up", OPS[type(up_config)].gate_up, x, gate_up, tiles, routes, own["experts_act"], normed,
             sizes, config=up_config,
@@ -233,8 +226,3 @@ class MoE(Block):
 def _loaded(layer: LoadedLayer) -> tuple[LoadedLinear, LoadedLinear]:
     """Return the loaded weights of gate_up and down."""
     return layer.linears["experts_gate_up"], layer.linears["experts_down"]
-
-
-def _tiles(buffers: Mapping[str, torch.Tensor]) -> PairTiles:
-    """Return the buffers of the sorted pairs."""
-    return PairTiles(buffers["pairs"], buffers["pair_tiles"], buffers["tile_count"])

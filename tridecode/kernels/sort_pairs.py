@@ -42,49 +42,13 @@ def load_entry(tiles_ptr, tile):
 
 
 @triton.jit
-def _load_ids(meta_ptr, ids_ptr, offs, pairs, USED: tl.constexpr, HAS_META: tl.constexpr, CACHE_MODIFIER: tl.constexpr):
+def _load_ids(meta_ptr, ids_ptr, offs, pairs, USED: tl.constexpr, HAS_META: tl.constexpr):
     """Load the experts of pairs offs. The result is -1 for pairs that do not exist or whose row does not run."""
     mask = offs < pairs
     if HAS_META:
         status = tl.load(meta_ptr + offs // USED * META_WIDTH + STATUS, mask=mask, other=-1)
         mask = mask & (status == RUN)
-    return tl.load(ids_ptr + offs, mask=mask, other=-1, cache_modifier=CACHE_MODIFIER)
-
-
-@triton.jit
-def sort_in_one_program(
-    meta_ptr, ids_ptr, pairs_ptr, tiles_ptr, count_ptr, pairs, USED: tl.constexpr, BLOCK_E: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Compute `sort_pairs` in one program, for at most BLOCK pairs of a decode pass.
-
-    The program may be in the kernel that stores the ids. It compares each pair with each other pair.
-
-    Args:
-        meta_ptr, ids_ptr, pairs_ptr, tiles_ptr, count_ptr, TILE: see _sort_pairs_kernel.
-        BLOCK_E: power of two that is at least the number of experts.
-    """
-    offs = tl.arange(0, BLOCK)
-    ids = _load_ids(meta_ptr, ids_ptr, offs, pairs, USED, True, ".cg")
-    exists, expert = ids >= 0, tl.maximum(ids, 0)
-    counts = tl.histogram(expert, BLOCK_E, mask=exists)
-    tiles = (counts + TILE - 1) // TILE
-    tl.store(count_ptr, tl.sum(tiles, 0))
-    CHUNK: tl.constexpr = min(BLOCK, 32)  # Comparisons with all other pairs at once need too many registers.
-    others = ()
-    for begin in tl.static_range(0, BLOCK, CHUNK):
-        others += (_load_ids(meta_ptr, ids_ptr, begin + tl.arange(0, CHUNK), pairs, USED, True, ".cg"),)
-    rank = tl.zeros([BLOCK], tl.int32)  # Number of earlier pairs of the same expert.
-    for begin in tl.static_range(0, BLOCK, CHUNK):
-        is_earlier = (begin + tl.arange(0, CHUNK))[None, :] < offs[:, None]
-        rank += tl.sum((is_earlier & (others[begin // CHUNK][None, :] == ids[:, None])).to(tl.int32), 1)
-    place = tl.gather(tl.cumsum(counts, 0) - counts, expert, 0) + rank
-    tl.store(pairs_ptr + place, offs, mask=exists)
-    entry = tiles_ptr + (tl.gather(tl.cumsum(tiles, 0) - tiles, expert, 0) + rank // TILE) * FIELDS
-    begins = exists & (rank % TILE == 0)
-    tl.store(entry, ids, mask=begins)
-    tl.store(entry + 1, place, mask=begins)
-    tl.store(entry + 2, tl.minimum(tl.gather(counts, expert, 0) - rank, TILE), mask=begins)
+    return tl.load(ids_ptr + offs, mask=mask, other=-1)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -113,7 +77,7 @@ def _sort_pairs_kernel(
     offs_e = tl.arange(0, BLOCK_E)
     counts = tl.zeros([BLOCK_E], tl.int32)
     for begin in range(0, pairs, BLOCK):
-        ids = _load_ids(meta_ptr, ids_ptr, begin + tl.arange(0, BLOCK), pairs, USED, HAS_META, "")
+        ids = _load_ids(meta_ptr, ids_ptr, begin + tl.arange(0, BLOCK), pairs, USED, HAS_META)
         counts += tl.histogram(tl.maximum(ids, 0), BLOCK_E, mask=ids >= 0)
     tiles = (counts + TILE - 1) // TILE
     first = tl.sum(tl.where(offs_e < expert, counts, 0), 0)
@@ -130,7 +94,7 @@ def _sort_pairs_kernel(
         return
     for begin in range(0, pairs, BLOCK):
         offs = begin + tl.arange(0, BLOCK)
-        ids = _load_ids(meta_ptr, ids_ptr, offs, pairs, USED, HAS_META, "")
+        ids = _load_ids(meta_ptr, ids_ptr, offs, pairs, USED, HAS_META)
         own_pairs = (ids == expert).to(tl.int32)
         tl.store(pairs_ptr + first + tl.cumsum(own_pairs, 0) - 1, offs, mask=own_pairs > 0)
         first += tl.sum(own_pairs, 0)

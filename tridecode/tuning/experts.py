@@ -17,7 +17,6 @@ from ..kernels.moe.route import RouteConfig
 from .configs import PROGRAMS
 
 MAX_UNSORTED_ROWS = 2  # Rows of the largest decode pass whose pairs are not sorted. They rarely share an expert.
-MAX_ROUTE_PAIRS = 128  # Pairs of the largest decode pass that `route` sorts. It compares each pair with each other.
 MAX_LOGITS = 4096  # Logits of a decode pass, up to which the router computes each row separately.
 FEW = 6  # Expected number of pairs of an expert, up to which a tile of 16 pairs rarely overflows.
 # Expected number of pairs of an expert, from which expert_ring is faster than expert_packed, by number type.
@@ -58,8 +57,7 @@ def experts_config(
     configs = ExpertsConfig(RouteConfig() if row_by_row else RouteConfig(16, 16, 128, stages=4), tiles)
     down_rows = _down_rows(packed[1], sizes)
     if batch_invariant or rows > MAX_UNSORTED_ROWS or down_rows is None:
-        sorts = row_by_row and rows * sizes.used <= MAX_ROUTE_PAIRS
-        return configs._replace(route=replace(configs.route, sorts=sorts))
+        return configs
     return configs._replace(rows=(_gate_up_rows(packed[0]), down_rows))
 
 

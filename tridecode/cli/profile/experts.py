@@ -60,7 +60,7 @@ class RouteRecorder:
         self._run(role, op, *args, **options)
         if op is not ROUTE:
             return
-        meta, _, _, _, _, routes, _, sizes, *_ = args
+        meta, _, _, _, _, routes, _, sizes = args
         runs = meta[:, STATUS] == RUN
         if not self.passes or len(self.passes[-1].ids) == self._layers:
             self.passes.append(RoutedPass(meta[runs][:, [SLOT, POSITION]].long()))

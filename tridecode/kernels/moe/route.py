@@ -1,4 +1,4 @@
-"""route: chooses the experts of each row and their weights. It can also sort the pairs, if they are few."""
+"""route: chooses the experts of each row and their weights."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,6 @@ from ..common import (
 from ..linear.epilogue import load_partials, norm_scale
 from ..linear.project import Normed
 from ..op import Op
-from ..sort_pairs import PairTiles, sort_in_one_program, sort_pairs_ref
 from .arguments import ExpertSizes, Router, Routes
 
 _CHUNKS = tl.constexpr(MAX_CHUNKS)
@@ -39,7 +38,6 @@ class RouteConfig:
         block_n: Experts of a program. If it is less than all, the program of the rows that ends last chooses.
         block_k: Columns of a step.
         stages: Steps in flight, with tensor cores.
-        sorts: Whether the last program of all rows sorts the pairs, as `sort_pairs` does. This needs block_m = 1.
     """
 
     block_m: int = 1
@@ -47,7 +45,6 @@ class RouteConfig:
     block_k: int = 1024
     num_warps: int = 4
     stages: int = 3
-    sorts: bool = False
 
 
 @triton.jit
@@ -118,17 +115,14 @@ def _choose(
 
 @triton.jit(do_not_specialize=["n_sumsq", "rows"])
 def _route_kernel(
-    meta_ptr, chunks_ptr, x_ptr, router_ptr, shared_ptr, logits_ptr, ids_ptr, weights_ptr, pairs_ptr, tiles_ptr,
-    count_ptr, counter_ptr, sumsq_ptr, eps, stride_xm, stride_sumsq, n_sumsq, rows, E: tl.constexpr, K: tl.constexpr,
-    TOP_K: tl.constexpr, SHARED: tl.constexpr, NORMALIZE: tl.constexpr, NORMED: tl.constexpr, SUMSQ_BLOCK: tl.constexpr,
+    meta_ptr, chunks_ptr, x_ptr, router_ptr, shared_ptr, logits_ptr, ids_ptr, weights_ptr, counter_ptr, sumsq_ptr, eps,
+    stride_xm, stride_sumsq, n_sumsq, rows, E: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
+    SHARED: tl.constexpr, NORMALIZE: tl.constexpr, NORMED: tl.constexpr, SUMSQ_BLOCK: tl.constexpr,
     DECODING: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr,
-    TILE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_STORED: tl.constexpr,
-    PDL: tl.constexpr, DOT_FP32: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
+    DOT_FP32: tl.constexpr,
 ):  # fmt: skip
     """Compute the logits of BLOCK_M rows for BLOCK_N experts. The last program to end chooses the experts.
-
-    If TILE > 0, the last of these programs then sorts the pairs of all rows.
 
     Grid: (PROGRAMS, cdiv(rows, BLOCK_M)), PROGRAMS = cdiv(stored experts, BLOCK_N).
 
@@ -140,10 +134,8 @@ def _route_kernel(
         shared_ptr: [1, K]. Read only if SHARED.
         logits_ptr: [rows, E + SHARED] fp32 (output).
         ids_ptr, weights_ptr: [rows, TOP_K + SHARED] int32 and fp32 (outputs).
-        pairs_ptr, tiles_ptr, count_ptr, TILE: see `sort_in_one_program` (outputs). Written only if TILE > 0.
-        counter_ptr: [cdiv(rows, BLOCK_M), 2] int32, zero between launches. The first column counts the programs of
-            BLOCK_M rows whose logits are stored. The first element of the second column counts the rows whose experts
-            are stored.
+        counter_ptr: [cdiv(rows, BLOCK_M)] int32, zero between launches. It counts the programs of BLOCK_M rows whose
+            logits are stored.
         sumsq_ptr: partial sums of squares. Read only if NORMED.
     """
     STORED: tl.constexpr = E + SHARED
@@ -165,15 +157,10 @@ def _route_kernel(
             w += (tl.load(row_ptrs[:, None] + (k + offs_k)[None, :], mask=mask, other=0.0),)
     has = _has_token(meta_ptr, chunks_ptr, offs_m, rows, DECODING, CHUNKS)
     some = tl.max(has.to(tl.int32), 0)
-    if TILE > 0:
-        every = tl.arange(0, BLOCK_ROWS)
-        running = tl.sum(_has_token(meta_ptr, chunks_ptr, every, rows, DECODING, CHUNKS).to(tl.int32), 0)
     if PDL:
         gdc_wait()
     if DECODING > 0 and not CHUNKS:
         if some == 0:
-            if TILE > 0:
-                tl.store(count_ptr, 0, mask=running == 0)
             return
     scale = 1.0
     if NORMED:
@@ -203,9 +190,9 @@ def _route_kernel(
     tl.store(logits_ptrs + offs_n[None, :], logits * scale, mask=mask)
     tl.debug_barrier()  # All threads have stored their logits before one of them counts the program.
     if PROGRAMS > 1:
-        if tl.atomic_add(counter_ptr + 2 * block, 1) < PROGRAMS - 1:
+        if tl.atomic_add(counter_ptr + block, 1) < PROGRAMS - 1:
             return
-        tl.store(counter_ptr + 2 * block, 0)
+        tl.store(counter_ptr + block, 0)
     offs_e = tl.arange(0, BLOCK_E)
     mask = has[:, None] & (offs_e < E)[None, :]
     all_logits = tl.load(logits_ptrs + offs_e[None, :], mask=mask, other=0.0, cache_modifier=".cg")
@@ -215,19 +202,11 @@ def _route_kernel(
         gate = tl.load(logits_ptr + offs_m.to(tl.int64) * STORED + E, mask=has, other=0.0, cache_modifier=".cg")
         tl.store(ids_ptr + offs_m * USED + TOP_K, tl.where(has, E, -1), mask=mask_stored)
         tl.store(weights_ptr + offs_m * USED + TOP_K, tl.where(has, tl.sigmoid(gate), 0.0), mask=mask_stored)
-    if TILE > 0:
-        tl.debug_barrier()  # All threads have stored their experts before one of them counts the row.
-        if tl.atomic_add(counter_ptr + 1, 1) < running - 1:
-            return
-        tl.store(counter_ptr + 1, 0)
-        sort_in_one_program(
-            meta_ptr, ids_ptr, pairs_ptr, tiles_ptr, count_ptr, rows * USED, USED, BLOCK_STORED, TILE, BLOCK_PAIRS
-        )
 
 
 def route(
-    meta, chunks, x, router: Router, normed: Normed | None, routes: Routes, counter, sizes: ExpertSizes,
-    sorted_pairs: PairTiles | None, tile: int, *, config: RouteConfig, pdl=False,
+    meta, chunks, x, router: Router, normed: Normed | None, routes: Routes, counter, sizes: ExpertSizes, *,
+    config: RouteConfig, pdl=False,
 ):  # fmt: skip
     """Choose the experts of each row: those with the largest logits.
 
@@ -240,33 +219,26 @@ def route(
         chunks: the table of chunks of a prompt pass, or None in a decode pass.
         x: [rows, hidden]. With `normed`, the residual stream times the norm's weight, else normalized rows.
         normed: the partial sums for the division by the root mean square, or None.
-        counter: int32 [rows, 2], zero between launches.
-        sorted_pairs, tile: the outputs of `sort_pairs` and the maximum number of pairs of a tile, or None and 0 if the
-            pairs are not sorted here.
+        counter: int32 [rows, 1], zero between launches.
     """
     rows, K = x.shape
-    assert (sorted_pairs is None) != config.sorts and (not config.sorts or (config.block_m == 1 and chunks is None))
     programs = cdiv(sizes.stored, config.block_n)
     sumsq, n_sumsq, eps = (routes.logits, 0, 0.0) if normed is None else normed
     _route_kernel[(programs, cdiv(rows, config.block_m))](
         routes.ids if meta is None else meta, routes.ids if chunks is None else chunks, x, router.weight,
-        router.weight if router.shared_gate is None else router.shared_gate, *routes,
-        *(sorted_pairs or (routes.ids,) * 3), counter, sumsq, eps, x.stride(0), sumsq.stride(0), n_sumsq, rows,
-        E=sizes.experts, K=K, TOP_K=sizes.top_k, SHARED=sizes.shared, NORMALIZE=sizes.normalize,
-        NORMED=normed is not None, SUMSQ_BLOCK=next_power_of_2(max(n_sumsq, 1)),
+        router.weight if router.shared_gate is None else router.shared_gate, *routes, counter, sumsq, eps, x.stride(0),
+        sumsq.stride(0), n_sumsq, rows, E=sizes.experts, K=K, TOP_K=sizes.top_k, SHARED=sizes.shared,
+        NORMALIZE=sizes.normalize, NORMED=normed is not None, SUMSQ_BLOCK=next_power_of_2(max(n_sumsq, 1)),
         DECODING=0 if meta is None else len(meta), CHUNKS=chunks is not None, BLOCK_M=config.block_m,
         BLOCK_N=config.block_n, BLOCK_K=config.block_k, BLOCK_E=next_power_of_2(sizes.experts),
-        BLOCK_TOP=next_power_of_2(sizes.top_k), STAGES=config.stages, PROGRAMS=programs, TILE=tile,
-        BLOCK_ROWS=next_power_of_2(rows) if config.sorts else 1,
-        BLOCK_PAIRS=next_power_of_2(rows * sizes.used) if config.sorts else 1,
-        BLOCK_STORED=next_power_of_2(sizes.stored), PDL=pdl, DOT_FP32=interpreted(), **options(config.num_warps, pdl),
+        BLOCK_TOP=next_power_of_2(sizes.top_k), STAGES=config.stages, PROGRAMS=programs, PDL=pdl,
+        DOT_FP32=interpreted(), **options(config.num_warps, pdl),
     )  # fmt: skip
 
 
 def route_ref(
-    meta, chunks, x, router: Router, normed: Normed | None, routes: Routes, counter, sizes: ExpertSizes,
-    sorted_pairs: PairTiles | None, tile: int,
-) -> None:  # fmt: skip
+    meta, chunks, x, router: Router, normed: Normed | None, routes: Routes, counter, sizes: ExpertSizes
+) -> None:
     """Compute `route` in torch in fp32.
 
     Logits and gates are computed row by row, so other rows do not change their bits.
@@ -276,14 +248,8 @@ def route_ref(
         routes.ids.fill_(-1)
         routes.weights.zero_()
         rows += [row for chunk in listed(chunks) for row in range(len(x))[chunk.rows]]
-    if rows:
-        _route_rows(rows, x, router, normed, routes, sizes)
-    if sorted_pairs is not None:
-        sort_pairs_ref(meta, routes.ids, sorted_pairs, sizes.stored, tile)
-
-
-def _route_rows(rows: list[int], x, router: Router, normed: Normed | None, routes: Routes, sizes: ExpertSizes) -> None:
-    """Compute `route` for some rows in torch."""
+    if not rows:
+        return
     at = torch.tensor(rows, device=x.device)
     own = x[at].float()
     if normed is not None:
@@ -304,18 +270,11 @@ def _route_rows(rows: list[int], x, router: Router, normed: Normed | None, route
 
 
 def route_bytes(
-    meta, chunks, x, router: Router, normed: Normed | None, routes: Routes, counter, sizes: ExpertSizes,
-    sorted_pairs: PairTiles | None, tile: int,
-) -> int:  # fmt: skip
+    meta, chunks, x, router: Router, normed: Normed | None, routes: Routes, counter, sizes: ExpertSizes
+) -> int:
     """Return the bytes that a launch moves."""
     shared = 0 if router.shared_gate is None else router.shared_gate.nbytes
-    return x.nbytes + router.weight.nbytes + shared + sum(each.nbytes for each in (*routes, *(sorted_pairs or ())))
+    return x.nbytes + router.weight.nbytes + shared + sum(each.nbytes for each in routes)
 
 
-ROUTE = Op(
-    route, route_ref, route_bytes, (_route_kernel,),
-    outputs=(
-        "routes.logits", "routes.ids", "routes.weights", "sorted_pairs.pairs", "sorted_pairs.tiles",
-        "sorted_pairs.number",
-    ),
-)  # fmt: skip
+ROUTE = Op(route, route_ref, route_bytes, (_route_kernel,), outputs=("routes.logits", "routes.ids", "routes.weights"))
