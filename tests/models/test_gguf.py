@@ -147,6 +147,10 @@ MALFORMED = {
     "experts": (build({"llama.expert_count": 8}), "a mixture of experts"),
     "window as text": (build({"llama.attention.sliding_window": "8"}), "attention.sliding_window must be an integer"),
     "unknown scaling": (build({"llama.rope.scaling.type": "longrope"}), "rope.scaling.type must be one of"),
+    "scaling and factors": (
+        build({"llama.rope.scaling.type": "yarn"}, [*GOOD, entry("rope_freqs.weight", (8,), offset=768)]),
+        "scaling.type must be 'none' in a file with tensor rope_freqs.weight, got \"yarn\"",
+    ),
     "values of another size": (build({"llama.attention.value_length": 8}), "value_length must be equal"),
     "partial rotation": (
         build({"llama.rope.dimension_count": 16, "llama.attention.key_length": 32}), "dimension_count must be equal",

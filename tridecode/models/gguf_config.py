@@ -267,6 +267,8 @@ def _rope(gguf: GGUF, read: ConfigReader, prefix: str, head_dim: int, partial: b
         raise read.fail(f"{prefix}.rope.dimension_count", f"equal to the size of a head ({head_dim})")
     kind = read.choice(f"{prefix}.rope.scaling.type", ("none", "linear", "yarn"), "none")
     if ROPE in gguf.tensors:
+        if kind != "none":
+            raise read.fail(f"{prefix}.rope.scaling.type", f"'none' in a file with tensor {ROPE}")
         values |= _llama3(gguf, read, prefix, values["rope_theta"], rotated)
     elif kind == "none":
         values["rope_type"] = "default"
