@@ -217,8 +217,7 @@ class Driver:
                 scheduler, self.scheduler = self.scheduler, None
                 if scheduler is not None:
                     self._catch_up(scheduler)
-                    if scheduler.slots.adapters is not None:
-                        scheduler.slots.adapters.close()
+                    scheduler.slots.close()
                     scheduler.cancel_all()
         finally:
             self._waiting_threads.discard(me)

@@ -66,7 +66,7 @@ class Queue:
 
         A request whose adapter is being loaded lets later ones pass. If requests use all adapters on the device, later
         requests with adapters wait too, so that each request starts at some time. Requests without an adapter
-        pass it: the request whose end frees a place for its adapter also frees a slot.
+        pass the waiting request: the request whose end frees a place for its adapter also frees a slot.
         """
         adapters_wait = False
         for ref in [*self.waiting]:

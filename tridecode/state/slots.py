@@ -141,6 +141,11 @@ class Slots:
     def __iter__(self) -> Iterator[Slot]:
         return iter(self._slots)
 
+    def close(self) -> None:
+        """Stop the copies of adapters."""
+        if self.adapters is not None:
+            self.adapters.close()
+
     # ---- bookkeeping on the host
 
     def max_prompt_tokens(self) -> int:
