@@ -114,6 +114,7 @@ SKIPPED = {
 @pytest.mark.parametrize("module", SKIPPED)
 def test_names_and_expressions_exclude_modules_from_fp8(key, module):
     """The entries mean the same in transformers."""
+    pytest.importorskip("transformers", "5.21", reason="Before 5.21, transformers also matches parts of module names")
     utils = pytest.importorskip("transformers.quantizers.quantizers_utils")
     for entry, excluded in zip(SKIPPED[module], (True, False), strict=True):
         rules = parse(ConfigReader(FP8 | {key: [entry]}, "config.json", "quantization_config."))
