@@ -6,7 +6,7 @@ from models_to_tune import device
 from tridecode.kernels.linear.packed import Packed
 from tridecode.kernels.moe.arguments import ExpertSizes
 from tridecode.kernels.moe.expert_packed import PackedTilesConfig
-from tridecode.kernels.moe.expert_ring import RING_PAIRS, RingTilesConfig, stage_places
+from tridecode.kernels.moe.expert_ring import RING_PAIRS, RingTilesConfig, activation_bytes
 from tridecode.tuning.experts import experts_config
 
 H100 = device(90)
@@ -26,13 +26,12 @@ def tiles(form: str, hidden: int, intermediate: int, rows: int) -> tuple:
 
 
 def bytes_of(form: str, k: int, config: RingTilesConfig) -> int:
-    """Return the shared memory of a program: stages, their barriers, and the sums of the warps."""
-    stage = stage_places(k, packed(form, k).tile, config.num_warps) * config.num_warps * 1024
-    return config.stages * (stage + 8) + config.num_warps * 16 * RING_PAIRS * 4
+    """Return the shared memory of a program: stages, their barriers, and the activations."""
+    return config.stages * (config.stage_bytes + 8) + activation_bytes(packed(form, k), config.num_warps)
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("rows", [8, 16, 32, 64])
+@pytest.mark.parametrize("rows", [3, 8, 16, 32, 64])
 def test_programs_fit_a_multiprocessor(form, rows):
     rings = 0
     for k in range(256, 12288 + 1, 256):
@@ -45,19 +44,18 @@ def test_programs_fit_a_multiprocessor(form, rows):
                 assert used <= H100.shared_memory and programs * (used + 1024) <= H100.shared_memory_each, k
                 assert programs * config.num_warps * 32 * (config.registers or 255) <= H100.registers, k
                 assert config.stages >= 2, k
-    assert rings or (form.startswith("int4") and rows == 8), "no width uses the ring"
+    assert rings, "no width uses the ring"
 
 
-def test_wide_experts_in_fp8_do_not_use_the_ring():
-    assert isinstance(tiles("e4m3", 4096, 768, 16)[0], RingTilesConfig)
-    gate_up, down = tiles("e4m3", 6144, 768, 16)
+@pytest.mark.parametrize("form, columns", [("int4", (4, 3)), ("e4m3", (4, 3)), ("int4 a row", (4, 3))])
+def test_stages_divide_the_rows(form, columns):
+    assert tuple(config.columns for config in tiles(form, 2048, 768, 8)) == columns
+
+
+def test_very_wide_rows_do_not_use_the_ring():
+    assert isinstance(tiles("e4m3", 8192, 768, 16)[0], RingTilesConfig)
+    gate_up, down = tiles("e4m3", 12288, 768, 16)
     assert isinstance(gate_up, PackedTilesConfig) and isinstance(down, RingTilesConfig)
-
-
-def test_one_program_of_large_stages_has_all_registers():
-    gate_up, down = tiles("e4m3", 3584, 2560, 16)
-    assert (gate_up.programs, gate_up.registers) == (H100.multiprocessors, 0)
-    assert (down.num_warps, down.registers) == (8, 0)
 
 
 @pytest.mark.parametrize(

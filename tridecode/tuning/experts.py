@@ -8,7 +8,7 @@ from ..kernels.linear.packed import Packed
 from ..kernels.moe.arguments import ExpertSizes
 from ..kernels.moe.config import AnyRows, AnyTiles, ExpertsConfig
 from ..kernels.moe.expert_packed import PackedTilesConfig
-from ..kernels.moe.expert_ring import RING_PAIRS, RingTilesConfig, ring_supports, stage_places
+from ..kernels.moe.expert_ring import RING_PAIRS, RingTilesConfig, activation_bytes, ring_supports
 from ..kernels.moe.expert_rows import RowsConfig
 from ..kernels.moe.expert_tiles import TilesConfig
 from ..kernels.moe.expert_weight import PackedRowsConfig
@@ -19,8 +19,8 @@ from .configs import PROGRAMS
 MAX_UNSORTED_ROWS = 2  # Rows of the largest decode pass whose pairs are not sorted. They rarely share an expert.
 MAX_LOGITS = 4096  # Logits of a decode pass, up to which the router computes each row separately.
 FEW = 6  # Expected number of pairs of an expert, up to which a tile of 16 pairs rarely overflows.
-# Expected number of pairs of an expert, from which expert_ring is faster than expert_packed, by number type.
-RING_EXPECTED = {"int4": 1.0, "e4m3": 0.5}
+FULL = 4  # Expected number of pairs of an expert, up to which a tile of eight pairs rarely overflows.
+RING_REGISTERS = 168  # Minimum number of registers of a thread of expert_ring: with fewer, it stores data in memory.
 MAX_STEPS = 24  # Steps of two rows of dense weights that the registers of a program hold.
 RESERVED = 2**12  # Bytes of shared memory that a program needs besides its stages.
 
@@ -30,7 +30,7 @@ def experts_config(
     sizes: ExpertSizes, rows: int, gpu: Device, batch_invariant: bool, prompt: bool = False, itemsize: int = 2,
     packed: tuple[Packed | None, Packed | None] = (None, None),
 ) -> ExpertsConfig:  # fmt: skip
-    """Choose the launch configs for passes of `rows` rows. They were measured on an H100.
+    """Choose the launch configs for passes of `rows` rows. They were measured on an H100 and an H200.
 
     In batch-invariant mode they do not depend on the number of rows.
 
@@ -46,7 +46,7 @@ def experts_config(
     expected = 0 if batch_invariant else rows * sizes.top_k / sizes.experts  # Expected number of pairs of an expert.
     tiles: tuple[AnyTiles, AnyTiles]
     if any(packed):
-        tiles = _packed_tiles(packed, expected, prompt, gpu, itemsize)
+        tiles = _packed_tiles(packed, sizes.intermediate, expected, prompt, gpu, itemsize)
     else:
         tiles = gate_up, down = _dense_tiles(expected, gpu, itemsize)
         if batch_invariant and not gpu.capability:  # Products of torch on a CPU depend on their number of rows.
@@ -124,8 +124,9 @@ def _dense_tiles(expected: float, gpu: Device, itemsize: int) -> tuple[TilesConf
 
 
 def _packed_tiles(
-    packed: tuple[Packed | None, Packed | None], expected: float, prompt: bool, gpu: Device, itemsize: int
-) -> tuple[AnyTiles, AnyTiles]:
+    packed: tuple[Packed | None, Packed | None], intermediate: int, expected: float, prompt: bool, gpu: Device,
+    itemsize: int,
+) -> tuple[AnyTiles, AnyTiles]:  # fmt: skip
     """Choose the launch configs of gate_up and down, at least one of which has packed weights."""
     programs = gpu.multiprocessors or PROGRAMS
     if prompt:
@@ -134,33 +135,36 @@ def _packed_tiles(
         tile = min(config.block_m for config in prompts if config)
         own: list[AnyTiles | None] = [replace(config, block_m=tile) if config else None for config in prompts]
     else:
-        tile = 8 if expected <= 4 and all(packed) else 16  # A dense product needs tiles of at least 16 pairs.
+        # A dense product needs tiles of at least 16 pairs.
+        tile = RING_PAIRS if expected <= FULL and all(packed) else 16
         own = [_decode_tiles(each, tile, gpu) if each else None for each in packed]
         gate_up, down = packed
-        if gate_up and down and tile == RING_PAIRS and gpu.capability == 90:
-            own = [_ring(gate_up, down.k, expected, gpu) or own[0], _ring(down, gate_up.k, expected, gpu) or own[1]]
+        if gate_up and down and tile == RING_PAIRS and gpu.capability == 90 and expected > 0:
+            own = [_ring(gate_up, intermediate, True, gpu) or own[0], _ring(down, gate_up.k, False, gpu) or own[1]]
     dense = _fitted(TilesConfig(tile, 64, 64, stages=3, num_warps=4, programs=2 * programs), 2, gpu, itemsize)
     return own[0] or dense, own[1] or dense
 
 
-def _ring(packed: Packed, outputs: int, expected: float, gpu: Device) -> RingTilesConfig | None:
+def _ring(packed: Packed, outputs: int, gated: bool, gpu: Device) -> RingTilesConfig | None:
     """Choose the launch config of a product of expert_ring, whose programs fill the shared memory.
 
-    A warp holds its columns of the activations in registers: up to 384 columns with two or four warps. Eight warps hold
-    more, with fewer registers of a thread, or with all of them if a multiprocessor has room for only one program.
+    A stage has up to four units of 128 bytes of a row, because its warps wait for each other once a stage.
 
-    None: expert_ring does not support the weight, expert_packed is faster, or two stages do not fit.
+    None: expert_ring does not support the weight, or two stages do not fit.
     """
-    if not ring_supports(packed, outputs) or expected < RING_EXPECTED[packed.number_type]:
+    warps = next((warps for warps in (4, 2) if ring_supports(packed, outputs, gated, warps)), None)
+    if warps is None:
         return None
-    warps = next((warps for warps in (2, 4) if packed.k <= 384 * warps), 8)
-    registers = 128 if warps == 8 else 168
-    stage, room = stage_places(packed.k, packed.tile, warps) * warps * 1024, gpu.shared_memory - RESERVED
-    fit = min(gpu.registers // (32 * warps * registers), room // (2 * stage + RESERVED))
+    columns = next(columns for columns in (4, 3, 2, 1) if packed.k // (2 * packed.tile) % columns == 0)
+    stage, room = RingTilesConfig(warps, columns, 2, 0).stage_bytes, gpu.shared_memory - RESERVED
+    own = activation_bytes(packed, warps) + RESERVED
+    fit = min(gpu.registers // (32 * warps * RING_REGISTERS), room // (2 * stage + own))
     if not fit:
         return None
-    stages = min(8, (room // fit - RESERVED) // stage)
-    return RingTilesConfig(warps, stages, gpu.multiprocessors * fit, registers if fit > 1 else 0)
+    stages, registers = min(8, (room // fit - own) // stage), gpu.registers // (32 * warps * fit)
+    return RingTilesConfig(
+        warps, columns, stages, gpu.multiprocessors * fit, RING_REGISTERS if registers < 255 else 0
+    )  # fmt: skip
 
 
 def _decode_tiles(packed: Packed, block_m: int, gpu: Device) -> PackedTilesConfig:

@@ -13,16 +13,11 @@ from tridecode.kernels.device import device_of
 from tridecode.kernels.linear.project import AddResidual, Gated, Normed
 from tridecode.kernels.linear.weight import LoadedLinear
 from tridecode.kernels.moe.arguments import ExpertSizes
-from tridecode.kernels.moe.down_packed import DOWN_PACKED_ROWS
-from tridecode.kernels.moe.expert_packed import (
-    DOWN_PACKED_TILES,
-    GATE_UP_PACKED_ROWS,
-    GATE_UP_PACKED_TILES,
-    PackedTilesConfig,
-)
-from tridecode.kernels.moe.expert_ring import DOWN_RING, GATE_UP_RING, RingTilesConfig
+from tridecode.kernels.moe.config import OPS, AnyRows, AnyTiles
+from tridecode.kernels.moe.expert_packed import PackedTilesConfig
+from tridecode.kernels.moe.expert_ring import RingTilesConfig
 from tridecode.kernels.moe.expert_weight import PackedRowsConfig
-from tridecode.kernels.moe.prompt_packed import DOWN_PACKED_PROMPT, GATE_UP_PACKED_PROMPT, PackedPromptConfig
+from tridecode.kernels.moe.prompt_packed import PackedPromptConfig
 from tridecode.kernels.sort_pairs import SORT_PAIRS
 from tridecode.tuning.experts import experts_config
 
@@ -37,14 +32,14 @@ MODELS = {  # These have fewer experts than the models, so that several test pro
     "Qwen3.6-35B-A3B": (ExpertSizes(16, 8, 512, shared=True), 2048),
     "704 columns": (ExpertSizes(16, 4, 704), 2816),
 }
-RING_SIZES = {  # The last stage of a row is not full for some numbers of warps.
-    "ring, shared": (ExpertSizes(3, 2, 256, shared=True), 768),
+RING_SIZES = {  # Eight warps cannot share some of their tiles equally.
+    "ring, shared": (ExpertSizes(3, 2, 768, shared=True), 1536),
     "ring, wide": (ExpertSizes(2, 1, 768), 2304),
 }
 RINGS = {
-    "two warps": RingTilesConfig(2, 2, 3),
-    "four warps": RingTilesConfig(4, 3, 264, 168),
-    "eight warps": RingTilesConfig(8, 2, 7, 128),
+    "two warps": RingTilesConfig(2, 1, 2, 3),
+    "four warps": RingTilesConfig(4, 3, 2, 264, 168),
+    "eight warps": RingTilesConfig(8, 1, 5, 7, 128),
 }
 ROWS = {
     "one warp": PackedRowsConfig(16, 1, 2),
@@ -63,11 +58,6 @@ if CUDA:
 TOLERANCE = BF16_ROUNDING + 2e-3
 # Rounding weights to bf16 changes outputs by up to 0.5% before they are rounded themselves. The interpreter truncates.
 ROUNDED = TOLERANCE + (5e-3 if CUDA else 8e-3)
-OPS = {
-    PackedTilesConfig: (GATE_UP_PACKED_TILES, DOWN_PACKED_TILES),
-    RingTilesConfig: (GATE_UP_RING, DOWN_RING),
-    PackedPromptConfig: (GATE_UP_PACKED_PROMPT, DOWN_PACKED_PROMPT),
-}
 
 
 def sizes_of(scheme: str, name: str) -> tuple[ExpertSizes, int]:
@@ -93,7 +83,7 @@ def tolerance_of(linear: LoadedLinear, config) -> float:
     return ROUNDED if rounded else TOLERANCE
 
 
-def check_rows(scheme: str, name: str, rows: int, *configs: PackedRowsConfig) -> None:
+def check_rows(scheme: str, name: str, rows: int, *configs: AnyRows) -> None:
     """Check both products of a few rows. configs: those of gate_up and of down, or one for both."""
     config, down_config = configs[0], configs[-1]
     sizes, hidden = sizes_of(scheme, name)
@@ -102,7 +92,7 @@ def check_rows(scheme: str, name: str, rows: int, *configs: PackedRowsConfig) ->
     routes, gated = random_routes(rows, sizes), Gated(partial_sums(x), 3, EPS)
     act = poisoned(rows, sizes.used * sizes.intermediate, dtype=torch.bfloat16)
     tolerance = tolerance_of(gate_up, config)
-    check_op(GATE_UP_PACKED_ROWS, (meta, x, gate_up, routes, act, gated, sizes), dict(config=config), tolerance)
+    check_op(OPS[type(config)].gate_up, (meta, x, gate_up, routes, act, gated, sizes), dict(config=config), tolerance)
 
     act = random(rows, sizes.used * sizes.intermediate, dtype=torch.bfloat16, seed=3)
     out = random(rows, hidden, seed=5)
@@ -110,34 +100,30 @@ def check_rows(scheme: str, name: str, rows: int, *configs: PackedRowsConfig) ->
     epilogue = AddResidual(norm_weight(hidden, torch.bfloat16), normed, poisoned(rows, hidden))
     programs, tolerance = down_config.programs(hidden), tolerance_of(down, down_config)
     check_op(
-        DOWN_PACKED_ROWS, (meta, act, down, routes, out, epilogue, sizes), dict(config=down_config),
+        OPS[type(down_config)].down, (meta, act, down, routes, out, epilogue, sizes), dict(config=down_config),
         {"out": tolerance, "epilogue.normed": tolerance, "epilogue.sumsq": tolerance},
         accumulates=("out", "epilogue.sumsq"),
         views={"epilogue.sumsq": lambda sums: sums[:, :programs].nan_to_num(0.0).sum(1)},
     )  # fmt: skip
 
 
-def check_tiles(
-    scheme: str, name: str, rows: int, prompt: bool, *configs: PackedTilesConfig | RingTilesConfig | PackedPromptConfig
-) -> None:
+def check_tiles(scheme: str, name: str, rows: int, prompt: bool, *configs: AnyTiles) -> None:
     """Check both products of tiles of pairs. configs: those of gate_up and of down, or one for both."""
     config, down_config = configs[0], configs[-1]
     sizes, hidden = sizes_of(scheme, name)
     gate_up, down = weights(scheme, name)
-    gate_up_op, _ = OPS[type(config)]
     routes, tiles = random_routes(rows, sizes, (2,)[: rows // 3]), empty_tiles(rows, sizes)
     SORT_PAIRS.ref(None, routes.ids, tiles, sizes.stored, config.tile)
     x = random(rows, hidden, dtype=torch.bfloat16)
     normed = None if prompt else Normed(partial_sums(x), 3, EPS)
     act = poisoned(rows, sizes.used * sizes.intermediate, dtype=torch.bfloat16)
     tolerance = tolerance_of(gate_up, config)
-    check_op(gate_up_op, (x, gate_up, tiles, routes, act, normed, sizes), dict(config=config), tolerance)
+    check_op(OPS[type(config)].gate_up, (x, gate_up, tiles, routes, act, normed, sizes), dict(config=config), tolerance)
 
     act = random(rows, sizes.used * sizes.intermediate, dtype=torch.bfloat16, seed=3)
     out = poisoned(rows, sizes.used * hidden, dtype=torch.bfloat16 if prompt else torch.float32)
     tolerance = tolerance_of(down, down_config)
-    _, down_op = OPS[type(down_config)]
-    check_op(down_op, (act, down, tiles, routes, out, sizes), dict(config=down_config), tolerance)
+    check_op(OPS[type(down_config)].down, (act, down, tiles, routes, out, sizes), dict(config=down_config), tolerance)
 
 
 @EVERY_SCHEME

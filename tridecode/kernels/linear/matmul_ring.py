@@ -74,14 +74,14 @@ class RingConfig(RowBlocks):
 
 
 @gluon.constexpr_function
-def out_layout(warps, gated):
+def _out_layout(warps, gated):
     """Return the layout of outputs [rows of the weight, activations]: adjacent lanes have adjacent activations."""
     return gl.BlockedLayout([1, 1], [8, 4] if gated else [16, 2], [1, warps], [0, 1])
 
 
 @gluon.constexpr_function
 def _warps_layout(warps, gated):
-    """Return the layout of the warps' sums, before `out_layout`, in which each lane has the sums of all warps."""
+    """Return the layout of the warps' sums, before `_out_layout`, in which each lane has the sums of all warps."""
     return gl.BlockedLayout([warps, 1, 1], [1, 8, 4] if gated else [1, 16, 2], [1, 1, warps], [0, 1, 2])
 
 
@@ -155,13 +155,12 @@ def _produce(C: gl.constexpr, w):
 
 
 @gluon.jit
-def load_tile_x(C: gl.constexpr, xs, column, c: gl.constexpr):
-    """Load the activations of the warps' tiles c: int32 [threads, 4] for each part, 0 beyond the last column.
-
-    Args:
-        xs: pointers to the words of the first tile, [threads, 4].
-        column: the first column of each thread in the first tile, [threads, 1].
-    """
+def _load_x(C: gl.constexpr, w, warp, lane, c: gl.constexpr, L: gl.constexpr):
+    """Load the activations of the warps' tiles c: int32 [threads, 4] for each part, 0 beyond the last column."""
+    column = (warp * (C.PARTS * 32) + lane % 4 * 8)[:, None]
+    x_words = w.x_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    words = column // 2 + gl.arange(0, 4, gl.SliceLayout(0, L))[None, :]
+    xs = x_words + gl.minimum(lane // 4, w.outputs.rows - 1)[:, None] * (w.stride_xm // 2) + words
     loaded = ()
     for part in gl.static_range(C.PARTS):
         ptrs = xs + (c * C.STEP // 2 + part * 16)
@@ -173,17 +172,7 @@ def load_tile_x(C: gl.constexpr, xs, column, c: gl.constexpr):
 
 
 @gluon.jit
-def _load_x(C: gl.constexpr, w, warp, lane, c: gl.constexpr, L: gl.constexpr):
-    """Load the activations of the warps' tiles c; see `load_tile_x`."""
-    column = (warp * (C.PARTS * 32) + lane % 4 * 8)[:, None]
-    x_words = w.x_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-    words = column // 2 + gl.arange(0, 4, gl.SliceLayout(0, L))[None, :]
-    xs = x_words + gl.minimum(lane // 4, w.outputs.rows - 1)[:, None] * (w.stride_xm // 2) + words
-    return load_tile_x(C, xs, column, c)
-
-
-@gluon.jit
-def load_group_scales(C: gl.constexpr, scale_ptr, block, warp, row):
+def _load_group_scales(C: gl.constexpr, scale_ptr, block, warp, row):
     """Load the scales of a block's groups: for each of the warps' tiles, the scales of both rows of a lane."""
     low_row = block * C.OUT_N + row
     low = scale_ptr + low_row // C.SCALE_ROWS * C.GROUPS
@@ -214,7 +203,7 @@ def _share_x(C: gl.constexpr, w):
 
 
 @gluon.jit
-def add_tile(C: gl.constexpr, w, acc, chains, words, x, zero_sums, scales, c: gl.constexpr, L: gl.constexpr):
+def _add_tile(C: gl.constexpr, w, acc, chains, words, x, zero_sums, scales, c: gl.constexpr, L: gl.constexpr):
     """Multiply the warps' tiles c. Add to acc if FRESH, else to the chains; return both. See `_block_sums`."""
     to: gl.constexpr = c % 2
     if C.X_SHARED:
@@ -239,8 +228,8 @@ def add_tile(C: gl.constexpr, w, acc, chains, words, x, zero_sums, scales, c: gl
 
 
 @gluon.jit
-def lane_sums(C: gl.constexpr, acc, chains):
-    """Add what `add_tile` returned: each lane's part of the products, fp32 [threads, 4]."""
+def _lane_sums(C: gl.constexpr, acc, chains):
+    """Add what `_add_tile` returned: each lane's part of the products, fp32 [threads, 4]."""
     if C.FRESH:
         return acc[0] + acc[1]
     else:
@@ -248,10 +237,10 @@ def lane_sums(C: gl.constexpr, acc, chains):
 
 
 @gluon.jit
-def sum_of_warps(C: gl.constexpr, kept_sums, row_scales, half: gl.constexpr):
+def _sum_of_warps(C: gl.constexpr, kept_sums, row_scales, half: gl.constexpr):
     """Return the sums of all warps, or of one half of the rows if GATED, [OUT_N, 8]. Without GROUPED, scale them."""
     y = gl.sum(kept_sums[half].load(_warps_layout(C.WARPS, C.GATED)), 0)
-    y = gl.convert_layout(y, out_layout(C.WARPS, C.GATED), assert_trivial=True) * factor(C.FORM, True)
+    y = gl.convert_layout(y, _out_layout(C.WARPS, C.GATED), assert_trivial=True) * factor(C.FORM, True)
     if C.GROUPED:
         return y
     else:
@@ -281,7 +270,7 @@ def _block_sums(C: gl.constexpr, w, iteration, x, zero_sums, scales, L: gl.const
                 tiles += (load_words(part, C.WARPS),)
         for i in gl.static_range(C.STAGE_TILES):
             if s * C.STAGE_TILES + i < C.TILES:
-                acc, chains = add_tile(C, w, acc, chains, tiles[i], x, zero_sums, scales, s * C.STAGE_TILES + i, L)
+                acc, chains = _add_tile(C, w, acc, chains, tiles[i], x, zero_sums, scales, s * C.STAGE_TILES + i, L)
         if C.SHARED or C.OF_BLOCK > C.STAGES:  # Another stage will be copied to the place of this one.
             fence_async_shared()  # A barrier does not wait for loads in flight.
             if C.PRODUCER:
@@ -290,7 +279,7 @@ def _block_sums(C: gl.constexpr, w, iteration, x, zero_sums, scales, L: gl.const
                 barrier()
                 if at + C.STAGES < w.total:
                     _copy_stage(C, w, at + C.STAGES)
-    return lane_sums(C, acc, chains)
+    return _lane_sums(C, acc, chains)
 
 
 @gluon.jit
@@ -298,7 +287,7 @@ def _multiply(C: gl.constexpr, w):
     """Run the warps that multiply."""
     o = w.outputs
     L: gl.constexpr = lanes_layout(C.WARPS)
-    OUT_L: gl.constexpr = out_layout(C.WARPS, C.GATED)
+    OUT_L: gl.constexpr = _out_layout(C.WARPS, C.GATED)
     PARTIALS_L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [C.WARPS, 1], [1, 0])
     HALVES: gl.constexpr = 2 if C.GATED else 1
     NORMED: gl.constexpr = C.EPILOGUE == "normed" or C.GATED
@@ -308,7 +297,7 @@ def _multiply(C: gl.constexpr, w):
     row = lane // 8 + lane // 4 % 2 * 4  # The first row of the lane. The second row is eight rows later.
     scales = ()
     if C.GROUPED:
-        scales = load_group_scales(C, w.scale_ptr, gl.program_id(0), warp, row)
+        scales = _load_group_scales(C, w.scale_ptr, gl.program_id(0), warp, row)
     some = any_row_runs(o, 8, C.WARPS)
     if C.PDL:
         gdc_wait()
@@ -354,13 +343,15 @@ def _multiply(C: gl.constexpr, w):
                 for half in gl.static_range(HALVES):
                     row_scales += (gl.load(w.scale_ptr + (offs_n + half * C.N) // C.SCALE_ROWS),)
             elif C.SHARED:
-                scales_next = load_group_scales(C, w.scale_ptr, gl.minimum(block + C.PROGRAMS, C.BLOCKS - 1), warp, row)
+                scales_next = _load_group_scales(
+                    C, w.scale_ptr, gl.minimum(block + C.PROGRAMS, C.BLOCKS - 1), warp, row
+                )
             parts = sums_of(_block_sums(C, w, iteration, x, zero_sums, scales, L), C.GATED, C.WARPS)
             for half in gl.static_range(HALVES):
                 w.kept_sums[half].store(parts[half])
             ys = ()
             for half in gl.static_range(HALVES):
-                y = sum_of_warps(C, w.kept_sums, row_scales, half)
+                y = _sum_of_warps(C, w.kept_sums, row_scales, half)
                 if NORMED:
                     y *= scale[None, :]
                 ys += (y,)
@@ -437,16 +428,17 @@ def _matmul_ring_kernel(
         _multiply(C, w)
 
 
-def ring_descriptor(linear, apart: int, pairs: int) -> TensorDescriptor:
+def ring_descriptor(linear, apart: int, pairs: int, lines: int = 8) -> TensorDescriptor:
     """Return a descriptor of the words of a weight: [pairs of tiles, 2, rows, 32].
 
     Args:
         apart: number of rows between the two rows that the second dimension selects.
         pairs: number of pairs of tiles that are copied together.
+        lines: number of adjacent rows that are copied together, for each of the two rows.
     """
     rows, length = linear.weight.shape
     shape, strides = [length // WORDS.value, 2, rows - apart, WORDS.value], [WORDS.value, length * apart, length, 1]
-    block = [pairs, 2, 8, WORDS.value]
+    block = [pairs, 2, lines, WORDS.value]
     return TensorDescriptor(linear.weight, shape, strides, block, gl.NVMMASharedLayout(128, 32, 4))
 
 

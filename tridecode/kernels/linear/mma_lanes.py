@@ -37,6 +37,17 @@ def words_layout(warps):
 
 
 @gluon.constexpr_function
+def row_words_layout(warps):
+    """Return the layout of the words of two tiles for 16 rows of each warp, [16 * warps, 32].
+
+    The rows are eight of each warp, then again eight of each warp. See `words_layout` for the order of the lanes.
+    """
+    own = [[8 << i, 0] for i in range(warps.bit_length() - 1)]
+    lanes = [[0, 4], [0, 8], [4, 0], [1, 0], [2, 0]]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 16], [8 * warps, 0]], lanes, own, [], [16 * warps, 32])
+
+
+@gluon.constexpr_function
 def x_layout(warps, parts):
     """Return the layout of the activations of the warps' tiles, [8, warps * parts * 16] int32."""
     regs = [[0, 1], [0, 2]] + [[0, 16 << i] for i in range(parts.bit_length() - 1)]
@@ -75,7 +86,7 @@ def tile_asm(form):
     $0-$3 and $4-$7 are the results. The last eight operands are the previous sums. The operands between them are four
     words of a row, four words of the row eight rows later, and four registers of activations for each part.
     """
-    parts = 4 if form == "int4" else 2
+    parts = parts_of(form)
     words_of_part, first = 4 // parts, 16 + 4 * parts
     lines = [".reg .b32 t, u, l0, l1, l2, l3, h0, h1, h2, h3; .reg .f32 a0, a1, a2, a3, b0, b1, b2, b3;"]
     lines += [f"mov.f32 {chain}{i}, ${first + 4 * at + i};" for at, chain in enumerate("ab") for i in range(4)]
@@ -93,8 +104,7 @@ def tile_asm(form):
 @gluon.constexpr_function
 def tile_operands(form):
     """Return the operand constraints of `tile_asm`."""
-    parts = 4 if form == "int4" else 2
-    return ",".join(["=f"] * 8 + ["r"] * (8 + 4 * parts) + ["f"] * 8)
+    return ",".join(["=f"] * 8 + ["r"] * (8 + 4 * parts_of(form)) + ["f"] * 8)
 
 
 @gluon.constexpr_function
@@ -194,6 +204,31 @@ def load_words(shared, WARPS: gl.constexpr):
     words = gl.reshape(gl.permute(words, (0, 4, 3, 2, 5, 6, 1)), [WARPS * 32, 4, 2])
     low, high = gl.split(words)
     return gl.convert_layout(low, L, assert_trivial=True), gl.convert_layout(high, L, assert_trivial=True)
+
+
+@gluon.jit
+def load_row_words(shared, WARPS: gl.constexpr):
+    """Load the words of two tiles from [16 * WARPS, 32] in shared memory; see `row_words_layout`.
+
+    Returns for each tile a pair of int32 [threads, 4]: 16 bytes of a row, and of the row eight rows later.
+    """
+    L: gl.constexpr = lanes_layout(WARPS)
+    words = shared.load(row_words_layout(WARPS))
+    # Dimensions: half of the rows, warp, row, row, tile, lane, word.
+    words = gl.reshape(words, [2, WARPS, 2, 4, 2, 4, 4])
+    low, high = gl.split(gl.reshape(gl.permute(words, (1, 3, 2, 5, 6, 4, 0)), [WARPS * 32, 4, 2, 2]))
+    low_first, low_second = gl.split(low)
+    high_first, high_second = gl.split(high)
+    return (
+        (
+            gl.convert_layout(low_first, L, assert_trivial=True),
+            gl.convert_layout(high_first, L, assert_trivial=True),
+        ),
+        (
+            gl.convert_layout(low_second, L, assert_trivial=True),
+            gl.convert_layout(high_second, L, assert_trivial=True),
+        ),
+    )
 
 
 @gluon.jit
