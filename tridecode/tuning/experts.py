@@ -53,8 +53,11 @@ def experts_config(
             tiles = replace(gate_up, block_m=1), replace(down, block_m=1)
     if prompt and not batch_invariant:
         return ExpertsConfig(RouteConfig(16, 128 if rows >= 1024 else 16, 128), tiles)
-    row_by_row = not batch_invariant and rows * sizes.stored <= MAX_LOGITS
-    configs = ExpertsConfig(RouteConfig() if row_by_row else RouteConfig(16, 16, 128, stages=4), tiles)
+    if batch_invariant or rows * sizes.stored > MAX_LOGITS:
+        route = RouteConfig(16, 16, 128, stages=4)
+    else:  # A program of one warp adds a logit without waiting for other warps.
+        route = RouteConfig(block_n=1, num_warps=1) if rows <= MAX_UNSORTED_ROWS else RouteConfig()
+    configs = ExpertsConfig(route, tiles)
     down_rows = _down_rows(packed[1], sizes)
     if batch_invariant or rows > MAX_UNSORTED_ROWS or down_rows is None:
         return configs
