@@ -162,9 +162,10 @@ def test_conversations_return_to_their_replica(fleet):
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "And then?"}]
         return reused
 
-    with ThreadPoolExecutor(4) as pool:
+    # A gateway may count a request for a moment after its end. Two conversations do not fill four slots even then.
+    with ThreadPoolExecutor(2) as pool:
         reused = list(pool.map(converse, QUESTIONS))
-    assert all(third > second > first for first, second, third in reused)
+    assert [each for each in reused if not each[0] < each[1] < each[2]] == []
 
 
 def test_both_replicas_answer_alike(fleet):
