@@ -48,7 +48,6 @@ SUITES = {
         batch --preset qwen3-4b --rows 1,8,32,64 --context 64 --random-adapters 1,16,64
         batch --preset qwen3-4b --rows 1 --context 64 --random-adapters 1 --rank 64
         batch --preset llama-3.1-8b --rows 1,8,32,64 --context 64 --random-adapters 1
-        batch --preset llama-3.1-8b --rows 1 --context 64 --random-adapters 1 --rank 64
     """,
     "few-bits": """
         batch --preset qwen3-0.6b --quantize fp8 --rows 1,8,16,32,64 --context 64 --runs 5
@@ -72,14 +71,32 @@ SUITES = {
         prefill --preset qwen3-4b --gguf q4_k_m --prompt-tokens 64,512,2048 --runs 5
     """,
     "experts": """
-        batch --preset qwen3-30b-a3b --rows 1,8,32,64 --context 64 --runs 5
-        prefill --preset qwen3-30b-a3b --prompt-tokens 64,512,2048 --runs 5
-        decode --preset qwen3-30b-a3b --context 8000 --runs 5
+        batch --preset qwen3-30b-a3b --rows 1,3,8,32,64 --context 64 --runs 5
+        decode --preset qwen3-30b-a3b --context 8000 --runs 3
+        decode --preset qwen3-30b-a3b --context 32000 --runs 3
+        prefill --preset qwen3-30b-a3b --prompt-tokens 64,512,2048,8192 --runs 5
         batch --preset qwen3-30b-a3b --quantize int4 --rows 1,8,32,64 --context 64 --runs 5
         batch --preset qwen3-30b-a3b --quantize fp8 --rows 1,8,32,64 --context 64 --runs 5
+        decode --preset qwen3-30b-a3b --gguf q4_k_m --context 64 --runs 5
         batch --preset qwen3.6-35b-a3b --rows 1,8,32,64 --context 64 --runs 5
-        prefill --preset qwen3.6-35b-a3b --prompt-tokens 64,512,2048 --runs 5
+        prefill --preset qwen3.6-35b-a3b --prompt-tokens 64,512,2048 --runs 3
         batch --preset qwen3.6-35b-a3b --quantize int4 --rows 1,8,32,64 --context 64 --runs 5
+        decode --preset qwen3.6-35b-a3b --quantize fp8 --context 64 --runs 5
+        decode --preset qwen3-next-80b-a3b --quantize fp8 --context 64 --runs 5
+        decode --preset qwen3-next-80b-a3b --quantize int4 --context 64 --runs 5
+    """,
+    "hybrid": """
+        decode --preset qwen3.5-0.8b --context 64 --runs 5
+        batch --preset qwen3.5-4b --rows 1,8,32,64 --context 64 --runs 5
+        batch --preset qwen3.5-4b --state-dtype float16 --rows 1,8,32,64 --context 64 --runs 5
+        decode --preset qwen3.5-4b --context 32000 --runs 3
+        decode --preset qwen3.5-4b --context 128000 --runs 3
+        prefill --preset qwen3.5-4b --prompt-tokens 64,512,2048,32000 --runs 3
+        decode --preset qwen3.5-27b --context 64 --runs 5
+        batch --preset qwen3.5-27b --rows 8,32,64 --context 64 --runs 5
+        decode --preset qwen3.5-27b --quantize fp8 --context 64 --runs 5
+        decode --preset qwen3.5-27b --quantize int4 --context 64 --runs 5
+        batch --preset qwen3.5-27b --quantize int4 --rows 8,32,64 --context 64 --runs 5
     """,
     "prompts": """
         prefill --preset qwen3-4b --prompt-tokens 64,512,2048,8192,32000 --graph MODES

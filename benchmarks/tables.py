@@ -14,6 +14,7 @@ from tridecode.cli.bench.rows import caption, render
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (
     "README.md",
+    "docs/adapters.md",
     "docs/benchmarks.md",
     "docs/experts.md",
     "docs/gguf.md",
