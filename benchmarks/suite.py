@@ -59,22 +59,23 @@ SUITES = {
     """,
     "gguf": """
         decode --preset qwen3-8b --gguf q4_k_m --context 64 --runs 5
-        decode --preset qwen3-8b --gguf q4_k_m --context 4096 --runs 5
-        decode --preset qwen3-8b --gguf q4_k_m --context 32000 --runs 5
+        decode --preset qwen3-8b --gguf q4_k_m --context 4096 --runs 3
+        decode --preset qwen3-8b --gguf q4_k_m --context 32000 --runs 3
         decode --preset qwen3-8b --gguf q8_0 --context 64 --runs 5
         decode --preset qwen3-4b --gguf q4_k_m --context 64 --runs 5
         decode --preset llama-3.1-8b --gguf q4_k_m --context 64 --runs 5
         batch --preset qwen3-8b --gguf q4_k_m --rows 1,8,32,64 --context 64 --runs 5
-        batch --preset qwen3-8b --gguf q8_0 --rows 1,8,32,64 --context 64 --runs 5
-        batch --preset qwen3-4b --gguf q4_k_m --rows 1,8,32,64 --context 64 --runs 5
-        prefill --preset qwen3-8b --gguf q4_k_m --prompt-tokens 64,512,2048 --runs 5
-        prefill --preset qwen3-4b --gguf q4_k_m --prompt-tokens 64,512,2048 --runs 5
+        batch --preset qwen3-8b --gguf q8_0 --rows 8,32,64 --context 64 --runs 5
+        batch --preset qwen3-4b --gguf q4_k_m --rows 8,32,64 --context 64 --runs 5
+        prefill --preset qwen3-8b --gguf q4_k_m --prompt-tokens 64,512,2048 --runs 3
+        prefill --preset qwen3-4b --gguf q4_k_m --prompt-tokens 64,512,2048 --runs 3
     """,
     "experts": """
         batch --preset qwen3-30b-a3b --rows 1,3,8,32,64 --context 64 --runs 5
         decode --preset qwen3-30b-a3b --context 8000 --runs 3
         decode --preset qwen3-30b-a3b --context 32000 --runs 3
-        prefill --preset qwen3-30b-a3b --prompt-tokens 64,512,2048,8192 --runs 5
+        prefill --preset qwen3-30b-a3b --prompt-tokens 64,512,2048 --runs 5
+        prefill --preset qwen3-30b-a3b --prompt-tokens 8192 --runs 3
         batch --preset qwen3-30b-a3b --quantize int4 --rows 1,8,32,64 --context 64 --runs 5
         batch --preset qwen3-30b-a3b --quantize fp8 --rows 1,8,32,64 --context 64 --runs 5
         decode --preset qwen3-30b-a3b --gguf q4_k_m --context 64 --runs 5
