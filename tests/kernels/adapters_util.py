@@ -31,7 +31,7 @@ def make_adapters(
     for number, rank in enumerate(ranks):
         a[number, : parts * rank * k] = random(parts * rank * k, dtype=dtype, scale=k**-0.5, seed=number)
         b[number, : n * rank] = random(n * rank, dtype=dtype, scale=max(rank, 1) ** -0.5, seed=number + 50)
-    y = poisoned(splits, len(numbers), parts * max_rank + 16)
+    y = poisoned(splits, len(numbers), parts * max_rank + 16, dtype=dtype)
     distinct = [number for number in dict.fromkeys(numbers) if number]
     listed = torch.full((1 + len(numbers),), 10**6, dtype=torch.int32)
     listed[: 1 + len(distinct)] = torch.tensor([len(distinct), *distinct])
@@ -41,5 +41,5 @@ def make_adapters(
     adapters = LinearAdapters(a, b[:, : n * max_rank], ranks_, index_, listed.to(DEVICE), ordered, tile, y, k, ends)
     for row, number in enumerate(numbers):
         if number:
-            y[:, row, : parts * ranks[number - 1]] = random(splits, parts * ranks[number - 1], seed=row)
+            y[:, row, : parts * ranks[number - 1]] = random(splits, parts * ranks[number - 1], dtype=dtype, seed=row)
     return adapters

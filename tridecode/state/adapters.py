@@ -190,7 +190,9 @@ def make_adapters(
 
     def row_adapters(rows: int, splits: int, tile: int) -> RowAdapters:
         ordered = PairTiles(integers(rows), integers(rows, TILE_FIELDS), integers(1))
-        sums = torch.zeros(splits, rows, parts * max_rank, device=device)
+        # fp16 cannot hold large sums.
+        sums_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        sums = torch.zeros(splits, rows, parts * max_rank, dtype=sums_dtype, device=device)
         return RowAdapters(integers(rows), integers(1 + slots), ordered, tile, sums)
 
     return AdapterPool(

@@ -66,8 +66,8 @@ def test_epilogues_add_the_adapters(case, rows, form, epilogue):
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
-def test_matvec_adds_ranks_that_it_loads_in_several_steps(epilogue):
-    product = with_adapters(epilogue, CASES[1], 3, ranks=[16, 80, 144], numbers=[3, 0, 2])
+def test_matvec_adds_ranks_that_need_several_tiles(epilogue):
+    product = with_adapters(epilogue, CASES[1], 3, splits=8, ranks=[16, 80, 144], numbers=[3, 0, 2])
     product.check(config_of("matvec"), max(TOLERANCE, ROUNDED), ROUNDED + 3e-3)
 
 
@@ -154,7 +154,8 @@ def test_shrink_matches_the_reference(case, rows, split, steps, tile, dtype):
     x = random(rows, k, dtype=dtype)
     config = ShrinkConfig(split, steps, 4 if CUDA else 2)
     # The reference stores the whole sum as the first of the sums.
-    check_op(SHRINK, (x, adapters), {"config": config}, 1e-5, views={"adapters.y": lambda y: y.sum(0)})
+    tolerance = 1e-5 if dtype == torch.float32 else 2 * ROUNDED  # Each sum is rounded.
+    check_op(SHRINK, (x, adapters), {"config": config}, tolerance, views={"adapters.y": lambda y: y.sum(0)})
 
 
 @covering(1, rows=[70, 300] if CUDA else [70], case=CASES, dtype=[DTYPE, torch.float32])

@@ -7,8 +7,8 @@
    gluon_adapters.py. In prompt passes, expand.py adds it to the product that torch computes.
 
 Kernels of several rows use tensor cores (`load_b_group`, `expand_rows`): TOGETHER successive adapters of the list are a
-group, whose columns of B are operands of one product. matvec.py computes each row in registers (`adapter_of`, `load_b`,
-`load_ys`, `expand_row`).
+group, whose columns of B are operands of one product. matvec.py computes each row in registers. There, B and y are
+further columns of the weight and of x (`load_b_columns`, `load_y_columns`).
 
 Names in kernels: n is a row of the weight, and thus a row of B. r is a column of B, and thus an element of y. A is a
 tuple of pointers, Adapters, and P a tuple of constants (`parts_of`).
@@ -26,7 +26,6 @@ from ..triton_compat import Constants
 
 RANK_STEP = 16  # Ranks are multiples of this number, which is the depth of one instruction of the tensor cores.
 R_STEP = tl.constexpr(RANK_STEP)
-B_WIDTH = tl.constexpr(64)  # Number of columns of B that `expand_row` loads at once.
 TOGETHER = tl.constexpr(4)  # Number of adapters in a group.
 MAX_PARTS = 3  # Maximum number of parts of a linear. Each part has a matrix A of its own.
 
@@ -47,8 +46,8 @@ class LinearAdapters(NamedTuple):
         ordered: the rows sorted by adapter and divided into tiles. Here a row is a pair, and its adapter is the expert.
             Rows without an adapter come first.
         tile: maximum number of rows of a tile.
-        y: fp32 [splits, rows, ...]. A row begins with parts * rank elements. A x is the sum over the splits, each of
-            which has a range of the columns of x.
+        y: bf16 or fp32 [splits, rows, ...]. A row begins with parts * rank elements. A x is the sum over the splits,
+            each of which has a range of the columns of x.
         k: columns of the linear.
         ends: for each part, the row of the weight after its last row.
     """
@@ -87,7 +86,7 @@ class LinearAdapters(NamedTuple):
             _, b = self.matrices(number)
             begin, rank = 0, b.shape[1]
             for part, end in enumerate(self.ends):
-                y = self.y[:, row, part * rank : (part + 1) * rank].sum(0)
+                y = self.y[:, row, part * rank : (part + 1) * rank].float().sum(0)
                 out[begin:end] = b[begin:end].float() @ y
                 begin = end
         return out
@@ -129,7 +128,7 @@ Adapters = namedtuple("Adapters", "b_ptr ranks_ptr numbers_ptr listed_ptr y_ptr 
 
 
 @triton.constexpr_function
-def parts_of(GATED, SPLITS, PARTS, BEGIN_1, BEGIN_2, SOME=False, LARGE_RANKS=False):
+def parts_of(GATED, SPLITS, PARTS, BEGIN_1, BEGIN_2, SOME=False, TILES=0):
     """Return the constants P of a linear's adapters.
 
     Args:
@@ -137,11 +136,9 @@ def parts_of(GATED, SPLITS, PARTS, BEGIN_1, BEGIN_2, SOME=False, LARGE_RANKS=Fal
         SPLITS: number of sums in y for each element of A x.
         PARTS, BEGIN_1, BEGIN_2: see part_arguments.
         SOME: A program has some of the rows of the pass, so it may have no row with an adapter of the list.
-        LARGE_RANKS: Ranks may be larger than B_WIDTH. `expand_row` needs it.
+        TILES: number of tiles of `load_b_columns` and `load_y_columns`.
     """
-    return Constants(
-        GATED=GATED, SPLITS=SPLITS, PARTS=PARTS, BEGIN_1=BEGIN_1, BEGIN_2=BEGIN_2, SOME=SOME, LARGE_RANKS=LARGE_RANKS
-    )
+    return Constants(GATED=GATED, SPLITS=SPLITS, PARTS=PARTS, BEGIN_1=BEGIN_1, BEGIN_2=BEGIN_2, SOME=SOME, TILES=TILES)
 
 
 @triton.constexpr_function
@@ -153,14 +150,14 @@ def begin_of(BEGIN_1, BEGIN_2, part):
 @triton.jit
 def _load_y(A, ptrs, mask, SPLITS: tl.constexpr):
     """Load elements of A x. Their SPLITS sums are added in order, so that the result does not vary."""
-    y = tl.load(ptrs, mask=mask, other=0.0)
+    y = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
     for split in tl.static_range(1, SPLITS):
-        y += tl.load(ptrs + split * A.stride_ys, mask=mask, other=0.0)
+        y += tl.load(ptrs + split * A.stride_ys, mask=mask, other=0.0).to(tl.float32)
     return y
 
 
 @triton.jit
-def _rank_of(A, adapter):
+def rank_of(A, adapter):
     """Load the rank of an adapter."""
     return tl.multiple_of(tl.load(A.ranks_ptr + adapter), R_STEP)
 
@@ -249,52 +246,43 @@ def expand_rows(A, P: tl.constexpr, group, n, mask_n, first, end, numbers, offs_
 
 
 @triton.jit
-def adapter_of(A, row):
-    """Return the adapter of a row and its rank, 0 for a row without an adapter."""
-    adapter = tl.load(A.numbers_ptr + row)
-    return adapter, _rank_of(A, adapter)
+def _columns(rank, begin, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr):
+    """Return the split of y and the column of B of further columns of a weight, [1, BLOCK_K], and which of them exist.
+
+    The further columns are the columns of B, repeated for each split. A multiplication replaces the division by the
+    rank. It is exact, because there are at most 2 ** 12 columns and the rank is at most 2 ** 8.
+    """
+    columns = begin + tl.arange(0, BLOCK_K)[None, :]
+    divisor = tl.maximum(rank, R_STEP)
+    split = tl.max_constancy((columns * ((2**20 + divisor - 1) // divisor)) >> 20, (1, 8))
+    r = tl.max_contiguous(tl.multiple_of(columns - split * rank, (1, 8)), (1, 8))
+    return split, r, columns < SPLITS * rank
 
 
 @triton.jit
-def load_b(A, adapter, rank, n, mask_n, r):
-    """Load columns r to r + B_WIDTH - 1 of B for rows n of the weight, [BLOCK_N, B_WIDTH], 0 beyond the rank."""
-    offs_r = r + tl.arange(0, B_WIDTH)[None, :]
-    ptrs = _matrix_b(A, adapter) + n[:, None] * rank + offs_r
-    return tl.load(ptrs, mask=mask_n[:, None] & (offs_r < rank), other=0.0)
+def load_b_columns(A, P: tl.constexpr, adapter, rank, n, mask_n, BLOCK_K: tl.constexpr):
+    """Load the further columns for rows n of the weight, as P.TILES tiles [BLOCK_N, BLOCK_K]."""
+    tiles = ()
+    for tile in tl.static_range(P.TILES):
+        _, r, exists = _columns(rank, tile * BLOCK_K, BLOCK_K, P.SPLITS)
+        ptrs = _matrix_b(A, adapter) + n[:, None] * rank + r
+        tiles += (tl.load(ptrs, mask=mask_n[:, None] & exists, other=0.0),)  # type: ignore[assignment]
+    return tiles
 
 
 @triton.jit
-def load_ys(A, P: tl.constexpr, rank, row, r):
-    """Load columns r to r + B_WIDTH - 1 of A x of a row, [1, B_WIDTH] for each part, 0 beyond the rank."""
-    offs_r = r + tl.arange(0, B_WIDTH)[None, :]
-    ys = ()
-    for part in tl.static_range(P.PARTS):
-        ptrs = A.y_ptr + row * A.stride_ym + part * rank + offs_r
-        ys += (_load_y(A, ptrs, offs_r < rank, P.SPLITS),)  # type: ignore[assignment]
-    return ys
-
-
-@triton.jit
-def _product(P: tl.constexpr, b, ys, n):
-    """Return the product of columns of B for rows n of the weight with those of A x of their parts, [BLOCK_N] fp32."""
-    y = ys[0]
-    for part in tl.static_range(1, P.PARTS):
-        y = tl.where((n >= begin_of(P.BEGIN_1, P.BEGIN_2, part))[:, None], ys[part], y)
-    return tl.sum(b.to(tl.float32) * y, 1)
-
-
-@triton.jit
-def expand_row(A, P: tl.constexpr, adapter, rank, b, ys, n, mask_n, row):
-    """Return B y for some outputs of one row, [BLOCK_N] fp32.
+def load_y_columns(A, P: tl.constexpr, rank, row, n, BLOCK_K: tl.constexpr):
+    """Load A x of a row for the further columns, as P.TILES tiles [BLOCK_N, BLOCK_K].
 
     Args:
-        adapter, rank: see adapter_of.
-        b: the first columns of B, from load_b.
-        ys: the first columns of A x, from load_ys.
-        n, mask_n: [BLOCK_N], rows of the weight, and whether they exist.
+        n: [BLOCK_N], rows of the weight, which determine the part. If there is one part, BLOCK_N of the result is 1.
     """
-    sums = _product(P, b, ys, n)
-    if P.LARGE_RANKS:  # Without the loop, fewer registers are in use.
-        for r in range(B_WIDTH, rank, B_WIDTH):
-            sums += _product(P, load_b(A, adapter, rank, n, mask_n, r), load_ys(A, P, rank, row, r), n)
-    return sums
+    first = row * A.stride_ym
+    if P.PARTS > 1:
+        part = (n >= P.BEGIN_1).to(tl.int32) + (n >= P.BEGIN_2).to(tl.int32)
+        first += part[:, None] * rank
+    tiles = ()
+    for tile in tl.static_range(P.TILES):
+        split, r, exists = _columns(rank, tile * BLOCK_K, BLOCK_K, P.SPLITS)
+        tiles += (tl.load(A.y_ptr + first + split * A.stride_ys + r, mask=exists, other=0.0),)  # type: ignore[assignment]
+    return tiles

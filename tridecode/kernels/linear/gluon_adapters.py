@@ -115,9 +115,9 @@ def _load_y(C: gl.constexpr, w, r, part):
     rank = gl.load(A.ranks_ptr + gl.load(A.numbers_ptr + offs_m, mask=offs_m < w.outputs.rows, other=0))
     ptrs = A.y_ptr + (offs_m * A.stride_ym + part * gl.multiple_of(rank, (R_STEP,)))[:, None]
     ptrs += r + gl.arange(0, R_STEP, gl.SliceLayout(0, L))[None, :]
-    y = gl.load(ptrs, mask=(r < rank)[:, None], other=0.0)
+    y = gl.load(ptrs, mask=(r < rank)[:, None], other=0.0).to(gl.float32)
     for split in gl.static_range(1, C.A_SPLITS):
-        y += gl.load(ptrs + split * A.stride_ys, mask=(r < rank)[:, None], other=0.0)
+        y += gl.load(ptrs + split * A.stride_ys, mask=(r < rank)[:, None], other=0.0).to(gl.float32)
     return y.to(w.x_ring.dtype)
 
 

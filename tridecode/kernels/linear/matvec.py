@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from ..common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, options
+from ..common import META_WIDTH, RUN, STATUS, cdiv, gdc_launch_dependents, gdc_wait, options
 from ..op import Op
-from .adapters import B_WIDTH, Adapters, adapter_arguments, adapter_of, expand_row, load_b, load_ys, parts_of
+from .adapters import Adapters, adapter_arguments, load_b_columns, load_y_columns, parts_of, rank_of
 from .blocks import RowBlocks
 from .epilogue import epilogue_arguments, finish, load_extra, load_partials, norm_scale, silu
 from .project import OUTPUTS, LinearKernel, adapted_bytes, adapted_ref
@@ -82,7 +82,7 @@ def _matvec_kernel(
     N: tl.constexpr, K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, SUMSQ_UNIT: tl.constexpr, EPILOGUE: tl.constexpr,
     HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
     PROGRAMS: tl.constexpr, ADAPTERS: tl.constexpr, A_SPLITS: tl.constexpr, A_PARTS: tl.constexpr,
-    BEGIN_1: tl.constexpr, BEGIN_2: tl.constexpr, LARGE_RANKS: tl.constexpr, PDL: tl.constexpr,
+    BEGIN_1: tl.constexpr, BEGIN_2: tl.constexpr, B_TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute `project` for each row separately.
 
@@ -97,10 +97,12 @@ def _matvec_kernel(
         weight_ptr: [N, K], or [2 * N, K] if "gated".
         extra_ptr, out_ptr, normed_ptr, sumsq_ptr: see _matmul_kernel.
         n_sumsq: Number of partial sums in units of SUMSQ_UNIT, which is SUMSQ_BLOCK if there are exactly that many.
-        b_ptr and the following: see adapter_arguments. LARGE_RANKS: see parts_of.
+        b_ptr and the following: see adapter_arguments. B_TILES: number of tiles of `load_b_columns`.
     """
     NORMED: tl.constexpr = EPILOGUE == "normed" or EPILOGUE == "gated"
     GATED: tl.constexpr = EPILOGUE == "gated"
+    COLUMNS: tl.constexpr = K + B_TILES * BLOCK_K
+    ONE_PART: tl.constexpr = GATED or (BEGIN_1 % BLOCK_N == 0 and BEGIN_2 % BLOCK_N == 0)
     pid = tl.program_id(0)
     row = tl.program_id(1)
     if PDL:
@@ -108,16 +110,20 @@ def _matvec_kernel(
     offs_n = pid * BLOCK_N + tl.arange(0, BLOCK_N)
     status = tl.load(meta_ptr + row * META_WIDTH + STATUS)
     up_ptr = weight_ptr + N * K
+    if ADAPTERS:
+        A = Adapters(b_ptr, ranks_ptr, numbers_ptr, listed_ptr, y_ptr, stride_b, stride_ys, stride_ym)
+        adapter = tl.load(numbers_ptr + row)
     w, up = load_rows(weight_ptr, offs_n, N, K, BLOCK_K, N % BLOCK_N != 0), ()
     if GATED:
         up = load_rows(up_ptr, offs_n, N, K, BLOCK_K, N % BLOCK_N != 0)
     extra = load_extra(extra_ptr, offs_n, N, EPILOGUE, HAS_BIAS)
     if ADAPTERS:
-        A = Adapters(b_ptr, ranks_ptr, numbers_ptr, listed_ptr, y_ptr, stride_b, stride_ys, stride_ym)
-        P: tl.constexpr = parts_of(GATED, A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2, LARGE_RANKS=LARGE_RANKS)
-        adapter, rank = adapter_of(A, row)
-        b = load_b(A, adapter, rank, offs_n, offs_n < N, 0)
-        b_up = load_b(A, adapter, rank, offs_n + N, offs_n < N, 0) if GATED else b
+        P: tl.constexpr = parts_of(GATED, A_SPLITS, A_PARTS, BEGIN_1, BEGIN_2, TILES=B_TILES)
+        tl.debug_barrier()  # Otherwise the compiler waits for the rank before it loads the weight.
+        rank = rank_of(A, adapter)
+        w += load_b_columns(A, P, adapter, rank, offs_n, offs_n < N, BLOCK_K)
+        if GATED:
+            up += load_b_columns(A, P, adapter, rank, offs_n + N, offs_n < N, BLOCK_K)
     if PDL:
         gdc_wait()
     if status != RUN:
@@ -128,8 +134,13 @@ def _matvec_kernel(
         n = SUMSQ_BLOCK if SUMSQ_UNIT == SUMSQ_BLOCK else n_sumsq * SUMSQ_UNIT
         partials = load_partials(sumsq_ptr, row, True, stride_sumsq, n, SUMSQ_BLOCK)
         scale = norm_scale(tl.sum(partials, 0), K, eps)
+    row_x, x_up = x, x
     if ADAPTERS:
-        ys = load_ys(A, P, rank, row, 0)
+        # If all rows of a tile belong to one part, the first one determines it.
+        part_n = pid * BLOCK_N + tl.zeros([1], tl.int32) if ONE_PART else offs_n
+        x = row_x + load_y_columns(A, P, rank, row, part_n, BLOCK_K)
+        if GATED:
+            x_up = row_x + load_y_columns(A, P, rank, row, part_n + N, BLOCK_K)
     sumsq = 0.0
     for iteration in range((BLOCKS + PROGRAMS - 1) // PROGRAMS):
         offs_n = (pid + iteration * PROGRAMS) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -143,26 +154,24 @@ def _matvec_kernel(
             if GATED:
                 up_next = load_rows(up_ptr, offs_next, N, K, BLOCK_K, True)
             extra_next = load_extra(extra_ptr, offs_next, N, EPILOGUE, HAS_BIAS)
-        y = dot_tiles(w, x, BLOCK_N, K, BLOCK_K)
-        if ADAPTERS:
-            y += expand_row(A, P, adapter, rank, b, ys, offs_n, offs_n < N, row)
+            if ADAPTERS:
+                w_next += load_b_columns(A, P, adapter, rank, offs_next, offs_next < N, BLOCK_K)
+                if GATED:
+                    up_next += load_b_columns(A, P, adapter, rank, offs_next + N, offs_next < N, BLOCK_K)
+        y = dot_tiles(w, x, BLOCK_N, COLUMNS, BLOCK_K)
         if NORMED:
             y = y * scale
-        if GATED and not ADAPTERS:
-            y = silu(y) * (dot_tiles(up, x, BLOCK_N, K, BLOCK_K) * scale)
-        if GATED and ADAPTERS:
-            y_up = dot_tiles(up, x, BLOCK_N, K, BLOCK_K)
-            y_up += expand_row(A, P, adapter, rank, b_up, ys, offs_n + N, offs_n < N, row)
-            y = silu(y) * (y_up * scale)
-        if ADAPTERS and BLOCKS > PROGRAMS:
-            b = load_b(A, adapter, rank, offs_next, offs_next < N, 0)
-            b_up = load_b(A, adapter, rank, offs_next + N, offs_next < N, 0) if GATED else b
+        if GATED:
+            y = silu(y) * (dot_tiles(up, x_up, BLOCK_N, COLUMNS, BLOCK_K) * scale)
         mask_n, out_ptrs = offs_n < N, out_ptr + row * stride_om + offs_n
         normed_ptrs = normed_ptr + row * stride_normed + offs_n
         squares = finish(y, out_ptrs, normed_ptrs, extra, residual, mask_n, mask_n, EPILOGUE, HAS_BIAS)
         if EPILOGUE == "residual":
             sumsq += tl.sum(squares, 0)
         w, up, extra = w_next, up_next, extra_next
+        if ADAPTERS and A_PARTS > 1 and not GATED and BLOCKS > PROGRAMS:
+            part_n += PROGRAMS * BLOCK_N
+            x = row_x + load_y_columns(A, P, rank, row, part_n, BLOCK_K)
     if EPILOGUE == "residual":
         tl.store(sumsq_ptr + row * stride_sumsq + pid, sumsq)
 
@@ -171,6 +180,8 @@ def matvec(meta, x, linear, out, epilogue, scratch=None, adapters=None, *, confi
     """Compute `project`. Each row has programs of its own."""
     rows, N = out.shape
     blocks, programs = config.grid(N)
+    block_k = 256 * config.num_warps
+    b_tiles = cdiv(len(adapters.y) * adapters.max_rank, block_k) if adapters else 0
     arguments = epilogue_arguments(linear, out, epilogue)
     # The compiler can load four partial sums at a time if the mask is constant over them, or absent.
     n_sumsq, sumsq_block = arguments["n_sumsq"], arguments["SUMSQ_BLOCK"]
@@ -178,9 +189,8 @@ def matvec(meta, x, linear, out, epilogue, scratch=None, adapters=None, *, confi
     arguments["n_sumsq"] //= unit
     _matvec_kernel[(programs, rows)](
         meta, x, linear.weight, **arguments, **adapter_arguments(adapters), SUMSQ_UNIT=unit, stride_xm=x.stride(0),
-        N=N, K=linear.in_features, BLOCK_N=config.block_n, BLOCK_K=256 * config.num_warps, BLOCKS=blocks,
-        PROGRAMS=programs, LARGE_RANKS=adapters is not None and adapters.max_rank > B_WIDTH.value, PDL=pdl,
-        **options(config.num_warps, pdl, config.registers),
+        N=N, K=linear.in_features, BLOCK_N=config.block_n, BLOCK_K=block_k, BLOCKS=blocks, PROGRAMS=programs,
+        B_TILES=b_tiles, PDL=pdl, **options(config.num_warps, pdl, config.registers),
     )  # fmt: skip
 
 

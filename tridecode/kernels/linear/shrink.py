@@ -60,7 +60,7 @@ def _shrink_kernel(
         x_ptr: [rows, K].
         a_ptr, ranks_ptr: see LinearAdapters.
         rows_ptr, tiles_ptr, count_ptr: the rows sorted by adapter; see LinearAdapters.ordered.
-        y_ptr: [SPLIT, rows, ...] fp32 (output).
+        y_ptr: [SPLIT, rows, ...] (output).
         BLOCK_M: maximum number of rows of a tile.
     """
     if PDL:
@@ -132,7 +132,8 @@ def shrink_ref(x, adapters: LinearAdapters) -> None:
         a, _ = adapters.matrices(number)
         rows = (numbers == number).nonzero()[:, 0]
         adapters.y[:, rows, : a.shape[0] * a.shape[1]] = 0
-        adapters.y[0, rows, : a.shape[0] * a.shape[1]] = x[rows].float() @ a.flatten(0, 1).float().T
+        product = x[rows].float() @ a.flatten(0, 1).float().T
+        adapters.y[0, rows, : a.shape[0] * a.shape[1]] = product.to(adapters.y.dtype)
 
 
 def shrink_bytes(x, adapters) -> int:
