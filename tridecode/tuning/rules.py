@@ -98,7 +98,7 @@ def matvec_rule(case: Case, rows: int, device: Device, batch_invariant: bool) ->
 
 
 def hopper_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> HopperConfig | None:
-    """Return a config for 17 to 32 rows of a dense weight with n and k of at least 2,560, or for many packed rows."""
+    """Return a config for 17 to 64 rows of a dense weight with n and k of at least 2,048, or for many packed rows."""
     if packed := case.packed:
         # The kernel is slower for small models.
         if rows <= 8 or (rows <= 16 and case.hidden < 2560 and not batch_invariant):
@@ -108,7 +108,7 @@ def hopper_rule(case: Case, rows: int, device: Device, batch_invariant: bool) ->
             config = replace(config, split=_packed_hopper(case, packed, MAX_ROWS, device).split)
         return config
     n, k = case.n, case.k
-    if min(n, k) < 2560 or not (16 < rows <= 32 or batch_invariant):
+    if min(n, k) < (2560 if batch_invariant else 2048) or not (rows > 16 or batch_invariant):
         return None
     if n >= LARGE:
         config = HopperConfig(128, 128, 5, 5, programs=device.multiprocessors, producer=1, registers=80)
@@ -121,7 +121,15 @@ def hopper_rule(case: Case, rows: int, device: Device, batch_invariant: bool) ->
         config = HopperConfig(64, 128, 4, 4, split=split)
     if rows <= 32:
         return config
-    return replace(config, x_stages=2, num_warps=8, registers=88 if config.producer else config.registers)
+    if batch_invariant:
+        return replace(config, x_stages=2, num_warps=8, registers=88 if config.producer else config.registers)
+    if config.programs:
+        return replace(config, block_k=64, stages=8, x_stages=6, num_warps=8, registers=88)
+    if case.epilogue == "gated":
+        return replace(config, num_warps=8, producer=1, registers=80)
+    if config.split == 1:
+        return HopperConfig(64, 64, 8, 4, producer=1, registers=80)
+    return replace(config, x_stages=2, num_warps=8)
 
 
 def _packed_hopper(case: Case, packed: Packed, rows: int, device: Device) -> HopperConfig:
