@@ -126,8 +126,8 @@ class PassState(Protocol):
     """The view that blocks have of a decode or prompt pass. step/model.py implements it."""
 
     @property
-    def meta(self) -> torch.Tensor | None:
-        """State of the rows, None in a prompt pass."""
+    def meta(self) -> torch.Tensor:
+        """State of the rows."""
         ...
 
     @property

@@ -24,8 +24,9 @@ from ..kernels.delta.delta_chunks import DeltaChunksConfig
 from ..kernels.delta.delta_decode import DeltaConfig
 from ..kernels.delta.prompt_tables import PromptTables
 from ..kernels.device import Device, device_of
-from ..kernels.linear.project import Case
-from ..kernels.linear.torch_linear import TORCH
+from ..kernels.linear.matmul_hopper import HOPPER as MATMUL_HOPPER
+from ..kernels.linear.project import MAX_ROWS, Case
+from ..kernels.linear.torch_linear import TORCH, PromptScratch
 from ..kernels.linear.weight import LoadedLinear
 from ..kernels.moe.config import ExpertsConfig
 from ..kernels.transfer.fetch import FetchConfig
@@ -37,10 +38,11 @@ from ..state.records import RecordPool, make_records
 from ..tensors import short_repr
 from ..tuning.adapters import shrink_config
 from ..tuning.attention import attention_rows_config, prompt_attention_config, queries_config
-from ..tuning.configs import AttentionCase, Choice, PassConfigs
+from ..tuning.configs import HOPPER, AttentionCase, Choice, PassConfigs
 from ..tuning.delta import delta_config, delta_prompt_configs
 from ..tuning.experts import experts_config
 from ..tuning.resolve import resolve_configs
+from ..tuning.rules import choose
 from . import hosted
 from .dispatch import max_queries
 from .workspace import (
@@ -53,7 +55,8 @@ from .workspace import (
     named_tensors,
 )
 
-IN_TORCH = Choice(TORCH, None)  # The choice for the linears of prompt passes.
+FEW_ROWS = 8, 16, 32, MAX_ROWS  # Rows of prompt passes that multiply by packed weights.
+IN_TORCH = Choice(TORCH, None)  # The choice for most linears of prompt passes.
 
 
 @dataclass(frozen=True)
@@ -242,6 +245,22 @@ class DecodeModel:
         """
         return (False,) if self.pool is None else (True,) if self.fixed_chunk else (False, True)
 
+    @property
+    def reads_packed(self) -> bool:
+        """Whether prompt passes of few rows can multiply by packed weights without dequantizing them first.
+
+        The kernels read tiles of up to MAX_ROWS rows. They were measured on Hopper.
+        """
+        bf16 = self.weights.dtype == torch.bfloat16 and self.spec.quantization is not None
+        measured = self.gpu.capability == HOPPER and self.prompt.rows >= MAX_ROWS
+        return bf16 and measured and not self.fixed_chunk and not self.adapting
+
+    def prompt_rows(self, rows: int) -> int:
+        """Return `rows`, or the next number of rows for which prompt passes with packed weights have kernels."""
+        if not self.reads_packed or rows > MAX_ROWS:
+            return rows
+        return next(size for size in FEW_ROWS if size >= rows)
+
     def with_adapters(self, adapting: bool = True) -> "DecodeModel":
         """Return the same model for passes with adapters, or without them."""
         return self if adapting == self.adapting else replace(self, adapting=adapting)
@@ -337,12 +356,15 @@ class PromptState:
     decoding: DecodeModel | None
     fetched: int
 
-    meta = None
+    @property
+    def meta(self) -> torch.Tensor:
+        """State of rows that run, for kernels of few rows."""
+        return self.own.meta
 
     @property
-    def scratch(self) -> torch.Tensor:
-        """Buffer for rows of dequantized weights."""
-        return self.own.dequantized
+    def scratch(self) -> PromptScratch:
+        """Scratch of the linears."""
+        return PromptScratch(self.own.dequantized, self.own.dequantized.view(torch.float32), self.own.arrived)
 
     @property
     def chunks(self) -> torch.Tensor:
@@ -383,8 +405,16 @@ class PromptState:
         return self.own.blocks[block]
 
     def choice(self, linear: LoadedLinear, epilogue: str) -> Choice:
-        """Return torch's matrix product, which computes all linears of prompt passes."""
-        return IN_TORCH
+        """Return torch's matrix product, or a kernel of decode passes for few rows and a packed weight.
+
+        Torch needs the weight in bf16, which takes several times as long to write and read as the packed weight.
+        """
+        model, rows = self.model, len(self.own.hidden)
+        if linear.packed is None or rows > MAX_ROWS or not model.reads_packed:
+            return IN_TORCH
+        choice = choose(linear_case(linear, epilogue), rows, model.gpu)
+        # Other kernels read all activations again for each 16 rows of the weight.
+        return choice if choice.kernel is MATMUL_HOPPER or rows <= 16 else IN_TORCH
 
     def adapters(self, layer: LoadedLayer, name: str) -> AdaptedLinear | None:
         """Return the adapters of a linear. None in a pass without adapters."""

@@ -38,7 +38,8 @@ def decoding_rows(model: DecodeModel) -> tuple[int, ...]:
 
 def read_list(model: DecodeModel, batch: PromptDescriptor) -> Lines:
     """Return the list of `read`. In batch-invariant mode every pass has the same number of rows."""
-    rows, view = model.fixed_chunk or batch.decoding + batch.tokens, model.with_adapters(batch.adapters)
+    view = model.with_adapters(batch.adapters)
+    rows = model.fixed_chunk or view.prompt_rows(batch.decoding + batch.tokens)
     return lambda run: prompt.read(run, view, rows, batch.decoding)
 
 

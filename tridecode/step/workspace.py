@@ -9,7 +9,7 @@ from ..blocks.block import Block
 from ..blocks.declarations import Buffer
 from ..blocks.spec import ModelSpec
 from ..kernels.attention.prompt_attention import PromptAttentionConfig, scratch_sizes
-from ..kernels.linear.project import Case
+from ..kernels.linear.project import MAX_ROWS, Case
 from ..kernels.linear.split_sums import SplitBuffers
 from ..kernels.linear.split_sums import make_buffers as make_split_buffers
 from ..kernels.sampling.sample import SamplerBuffers, make_buffers
@@ -169,6 +169,8 @@ class PromptBuffers:
     x: torch.Tensor  # Dtype of the weights [rows, hidden]: the normalized rows.
     blocks: BlockBuffers  # The buffers that each block declares.
     dequantized: torch.Tensor  # [DEQUANTIZED] or [0]: rows of a quantized weight.
+    meta: torch.Tensor  # int32 [MAX_ROWS, META_WIDTH]: the status RUN for each row, for kernels of few rows.
+    arrived: torch.Tensor  # int32: counters of kernels of few rows, which are zero between launches.
     partial: torch.Tensor  # fp32: scratch of attention.
     lse: torch.Tensor  # fp32: scratch of attention.
     counter: torch.Tensor  # int32: scratch of attention, which is zero between launches.
@@ -227,6 +229,8 @@ def make_prompt_buffers(
         x=real(spec.hidden_size),
         blocks=block_buffers(((block, block.prompt_buffers()) for block in spec.blocks()), activations),
         dequantized=torch.empty(DEQUANTIZED if quantized else 0, dtype=dtype, device=device),
+        meta=table(MAX_ROWS, META_WIDTH),
+        arrived=table(max(linear.n for linear in spec.linears()) // 16 + 1),
         partial=torch.empty(scratch["partial"], device=device),
         lse=torch.empty(scratch["lse"], device=device),
         counter=torch.zeros(scratch["counter"], dtype=torch.int32, device=device),

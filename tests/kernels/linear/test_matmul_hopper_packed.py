@@ -44,7 +44,7 @@ def test_configs_match_the_reference(name, scheme):
 
 
 @hopper_only
-@covering(2, epilogue=["residual", "gated"], scheme=sum(SCHEMES.values(), []), rows=[5, 16, 64])
+@covering(2, epilogue=["residual", "gated", "plain"], scheme=sum(SCHEMES.values(), []), rows=[5, 16, 64])
 def test_schemes_match_the_reference(epilogue, scheme, rows):
     config = CONFIGS["one" if epilogue == "gated" else "split"]
     product(epilogue, scheme, 208, 2560, rows, strided=True).check(config)
@@ -60,7 +60,7 @@ def test_scaled_weights_match_the_reference(config, scheme, rows):
 
 
 @hopper_only
-@covering(2, scheme=[*GGUF_SCHEMES], epilogue=["residual", "gated"], rows=[16, 64])
+@covering(2, scheme=[*GGUF_SCHEMES], epilogue=["residual", "gated", "plain"], rows=[16, 64])
 def test_scaled_weights_match_the_reference_with_epilogues(scheme, epilogue, rows):
     config = CONFIGS["producer" if epilogue == "gated" else "split"]
     product(epilogue, scheme, 208, 2560, rows, strided=True).check(config, 5e-3, BF16_ROUNDING + 7e-3)

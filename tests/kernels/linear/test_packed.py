@@ -14,7 +14,7 @@ from tridecode.kernels.linear import register_tiles
 from tridecode.kernels.linear.dequantize import DEQUANTIZE
 from tridecode.kernels.linear.matmul import MatmulConfig
 from tridecode.kernels.linear.project import Plain
-from tridecode.kernels.linear.torch_linear import TORCH, piece_rows
+from tridecode.kernels.linear.torch_linear import TORCH, PromptScratch, piece_rows
 
 CASES = [
     Case("qwen3-4b_o_proj", gpu=dict(n=2560, k=4096), small=dict(n=24, k=384)),
@@ -128,8 +128,8 @@ def test_dequantize_matches_the_reference(scheme):
 @SCHEME
 def test_torch_multiplies_many_rows_by_parts_of_the_weight(scheme):
     linear, x = packed(scheme, 1001, 2560), random(128, 2560, dtype=torch.bfloat16, seed=1)
-    out, scratch = poisoned(128, 1001, dtype=torch.bfloat16), poisoned(300 * 2560, dtype=torch.bfloat16)
-    TORCH.op.launch(None, x, linear, out, Plain(), scratch)
+    out, buffer = poisoned(128, 1001, dtype=torch.bfloat16), poisoned(300 * 2560, dtype=torch.bfloat16)
+    TORCH.op.launch(None, x, linear, out, Plain(), PromptScratch(buffer, None, None))
     assert_close(out.float(), x.float() @ linear.matrix().T, 6e-3)
 
 
@@ -140,7 +140,7 @@ def test_torch_multiplies_many_rows_by_parts_of_the_weight(scheme):
 def test_torch_multiplies_in_fp32(linear, bias):
     """A packed tensor is dequantized in parts of 16 rows."""
     linear, x, out = replace(linear, bias=random(40) if bias else None), random(3, 256), poisoned(3, 40)
-    TORCH.op.launch(None, x, linear, out, Plain(), poisoned(16 * 256), pdl=True)
+    TORCH.op.launch(None, x, linear, out, Plain(), PromptScratch(poisoned(16 * 256), None, None), pdl=True)
     expected = x @ linear.matrix().T
     assert_close(out, expected + linear.bias if bias else expected, 1e-5)
 

@@ -52,7 +52,7 @@ def test_plain_products_are_supported_by_few_kernels():
     assert supporting(DENSE._replace(epilogue="plain"), 16) == {"matvec", "matmul", "torch"}
     assert supporting(DENSE._replace(epilogue="plain"), 2048) == {"matvec", "torch"}
     assert supporting(DENSE._replace(epilogue="plain", weight_type=INT4), 2048) == {"torch"}
-    assert supporting(DENSE._replace(epilogue="plain", weight_type=INT4), 1) == {"matmul", "torch"}
+    assert supporting(DENSE._replace(epilogue="plain", weight_type=INT4), 64) == {"hopper", "matmul", "torch"}
 
 
 @pytest.mark.parametrize("capability", [0, 75, 80, 89, 100, 120])

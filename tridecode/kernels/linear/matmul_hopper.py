@@ -637,7 +637,7 @@ def _matmul_hopper_kernel(
 
 
 def matmul_hopper(meta, x, linear, out, epilogue, scratch=None, adapters=None, *, config, pdl=False):
-    """Compute `project` for up to 64 rows with any epilogue except Plain.
+    """Compute `project` for up to 64 rows. The epilogue Plain is only for packed tensors.
 
     Args:
         x: The first rows of a buffer that has at least as many rows as a tile.
@@ -686,10 +686,12 @@ def multiplies(packed) -> bool:
 
 def _supports(case, rows, device) -> bool:
     """Return whether matmul_hopper computes the case; see LinearKernel."""
-    if device.capability != 90 or rows > MAX_ROWS or case.epilogue == "plain":
+    if device.capability != 90 or rows > MAX_ROWS:
         return False
     if case.packed is not None:
         return multiplies(case.packed)
+    if case.epilogue == "plain":
+        return False
     return case.weight_type == torch.bfloat16 and case.k % 8 == 0  # TMA needs rows that begin at multiples of 16 bytes.
 
 

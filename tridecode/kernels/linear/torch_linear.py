@@ -1,5 +1,7 @@
 """torch_linear: a linear of many rows, computed by torch's matrix product. Prompt passes use it."""
 
+from typing import NamedTuple
+
 import torch
 
 from ..op import Op
@@ -7,20 +9,34 @@ from .dequantize import dequantize
 from .project import LinearKernel
 
 
+class PromptScratch(NamedTuple):
+    """Scratch of the linears of a prompt pass.
+
+    Args:
+        dequantized: 1-D buffer of the dtype of the activations.
+        sums, counter: as in SplitBuffers, for the kernels of few rows. sums has the memory of `dequantized`.
+    """
+
+    dequantized: torch.Tensor
+    sums: torch.Tensor
+    counter: torch.Tensor
+
+
 def torch_linear(meta, x, linear, out, epilogue, scratch=None, *, config=None, pdl=False):
     """Compute `project` with the epilogue Plain. All rows are computed; meta is not read.
 
     Args:
-        scratch: 1-D buffer of x's dtype. A packed tensor is dequantized into it, as many rows at a time as fit.
+        scratch: PromptScratch. A packed tensor is dequantized into it, as many rows at a time as fit.
     """
     if linear.packed is None:
         _multiply(x, linear.weight, linear.bias, out)
         return
     n, k = linear.out_features, linear.in_features
-    step = piece_rows(n, scratch.numel() // k)
+    buffer = scratch.dequantized
+    step = piece_rows(n, buffer.numel() // k)
     for first in range(0, n, step):
         end = min(first + step, n)
-        weight = scratch[: (end - first) * k].view(-1, k)
+        weight = buffer[: (end - first) * k].view(-1, k)
         dequantize(linear, first, end, weight)
         _multiply(x, weight, linear.bias if linear.bias is None else linear.bias[first:end], out[:, first:end])
 
