@@ -17,7 +17,7 @@ from ..kernels.moe.route import RouteConfig
 from .configs import PROGRAMS
 
 MAX_UNSORTED_ROWS = 2  # Rows of the largest decode pass whose pairs are not sorted. They rarely share an expert.
-MAX_LOGITS = 4096  # Logits of a decode pass, up to which the router computes each row separately.
+MAX_LOGITS = 4096  # Logits of a pass, up to which the router computes each row separately.
 FEW = 6  # Expected number of pairs of an expert, up to which a tile of 16 pairs rarely overflows.
 FULL = 4  # Expected number of pairs of an expert, up to which a tile of eight pairs rarely overflows.
 RING_REGISTERS = 168  # Minimum number of registers of a thread of expert_ring: with fewer, it stores data in memory.
@@ -51,17 +51,24 @@ def experts_config(
         tiles = gate_up, down = _dense_tiles(expected, gpu, itemsize)
         if batch_invariant and not gpu.capability:  # Products of torch on a CPU depend on their number of rows.
             tiles = replace(gate_up, block_m=1), replace(down, block_m=1)
+    route = _route(sizes, rows, batch_invariant, prompt)
     if prompt and not batch_invariant:
-        return ExpertsConfig(RouteConfig(16, 128 if rows >= 1024 else 16, 128), tiles)
-    if batch_invariant or rows * sizes.stored > MAX_LOGITS:
-        route = RouteConfig(16, 16, 128, stages=4)
-    else:  # A program of one warp adds a logit without waiting for other warps.
-        route = RouteConfig(block_n=1, num_warps=1) if rows <= MAX_UNSORTED_ROWS else RouteConfig()
+        return ExpertsConfig(route, tiles)
     configs = ExpertsConfig(route, tiles)
     down_rows = _down_rows(packed[1], sizes)
     if batch_invariant or rows > MAX_UNSORTED_ROWS or down_rows is None:
         return configs
     return configs._replace(rows=(_gate_up_rows(packed[0]), down_rows))
+
+
+def _route(sizes: ExpertSizes, rows: int, batch_invariant: bool, prompt: bool) -> RouteConfig:
+    """Choose the launch config of the router."""
+    if not batch_invariant and rows * sizes.stored <= MAX_LOGITS:
+        # A program of one warp adds a logit, or chooses experts, without waiting for other warps.
+        return RouteConfig(block_n=1, num_warps=1)
+    if not batch_invariant and prompt:
+        return RouteConfig(64, 64, 64, stages=4) if rows >= 1024 else RouteConfig(16, 32, 128)
+    return RouteConfig(16, 16, 128, stages=4)
 
 
 def _gate_up_rows(packed: Packed | None) -> AnyRows:

@@ -33,9 +33,11 @@ _CHUNKS = tl.constexpr(MAX_CHUNKS)
 class RouteConfig:
     """Launch config of route.
 
+    With tensor cores, a second launch chooses the experts. Without, the program of a row that ends last chooses.
+
     Attributes:
         block_m: Rows of a program: 1, or a multiple of 16 for products on tensor cores.
-        block_n: Experts of a program. If it is less than all, the program of the rows that ends last chooses.
+        block_n: Experts of a program.
         block_k: Columns of a step.
         stages: Steps in flight, with tensor cores.
     """
@@ -45,6 +47,11 @@ class RouteConfig:
     block_k: int = 1024
     num_warps: int = 4
     stages: int = 3
+
+    @property
+    def tensor_cores(self) -> bool:
+        """Whether tensor cores multiply."""
+        return self.block_m > 1
 
 
 @triton.jit
@@ -69,7 +76,7 @@ def _has_token(meta_ptr, chunks_ptr, offs_m, rows, DECODING: tl.constexpr, CHUNK
 
 @triton.jit
 def _choose(
-    logits, has, offs_m, mask_m, ids_ptr, weights_ptr, E: tl.constexpr, TOP_K: tl.constexpr, USED: tl.constexpr,
+    logits_ptr, has, offs_m, mask_m, ids_ptr, weights_ptr, E: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
     NORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr,
 ):  # fmt: skip
     """Store the TOP_K experts of each row with the largest logits, and their weights. Ties take the lowest index.
@@ -79,12 +86,16 @@ def _choose(
     indices are valid. The weights of its row become NaN.
 
     Args:
-        logits: fp32 [BLOCK_M, BLOCK_E]. Columns from E on are ignored.
+        logits_ptr: [rows, E + SHARED] fp32. Other programs have stored them.
         has: [BLOCK_M], whether a row has a token. The ids of other rows become -1, and their weights 0.
         offs_m, mask_m: [BLOCK_M], the rows, and whether to store their experts.
         BLOCK_E, BLOCK_TOP: powers of two that are at least E and TOP_K.
     """
+    USED: tl.constexpr = TOP_K + SHARED
     offs_e, offs_k = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_TOP)[None, :]
+    logits_ptrs = logits_ptr + offs_m.to(tl.int64)[:, None] * (E + SHARED)
+    mask_logits = has[:, None] & (offs_e < E)
+    logits = tl.load(logits_ptrs + offs_e, mask=mask_logits, other=0.0, cache_modifier=".cg")
     nan = (logits != logits) & (offs_e < E)
     valid = tl.maximum(tl.where(nan, -3e38, logits), -3e38)
     bits = valid.to(tl.int32, bitcast=True)
@@ -111,6 +122,10 @@ def _choose(
     mask = mask_m[:, None] & (offs_k < TOP_K)
     tl.store(ids_ptr + places, tl.where(has[:, None], ids, -1), mask=mask)
     tl.store(weights_ptr + places, tl.where(has[:, None], weights, 0.0), mask=mask)
+    if SHARED:
+        gate = tl.load(logits_ptr + offs_m.to(tl.int64) * (E + 1) + E, mask=has, other=0.0, cache_modifier=".cg")
+        tl.store(ids_ptr + offs_m * USED + TOP_K, tl.where(has, E, -1), mask=mask_m)
+        tl.store(weights_ptr + offs_m * USED + TOP_K, tl.where(has, tl.sigmoid(gate), 0.0), mask=mask_m)
 
 
 @triton.jit(do_not_specialize=["n_sumsq", "rows"])
@@ -122,7 +137,7 @@ def _route_kernel(
     BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
     DOT_FP32: tl.constexpr,
 ):  # fmt: skip
-    """Compute the logits of BLOCK_M rows for BLOCK_N experts. The last program to end chooses the experts.
+    """Compute the logits of BLOCK_M rows for BLOCK_N experts. Without tensor cores, the last program to end chooses.
 
     Grid: (PROGRAMS, cdiv(rows, BLOCK_M)), PROGRAMS = cdiv(stored experts, BLOCK_N).
 
@@ -139,7 +154,7 @@ def _route_kernel(
         sumsq_ptr: partial sums of squares. Read only if NORMED.
     """
     STORED: tl.constexpr = E + SHARED
-    USED: tl.constexpr = TOP_K + SHARED
+    TENSOR_CORES: tl.constexpr = BLOCK_M > 1
     pid, block = tl.program_id(0), tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
@@ -151,7 +166,7 @@ def _route_kernel(
     if SHARED:
         row_ptrs = tl.where(offs_n == E, shared_ptr, row_ptrs)
     w = ()
-    if BLOCK_M == 1:
+    if not TENSOR_CORES:
         for k in tl.static_range(0, K, BLOCK_K):
             mask = (offs_n < STORED)[:, None] & (k + offs_k < K)[None, :]
             w += (tl.load(row_ptrs[:, None] + (k + offs_k)[None, :], mask=mask, other=0.0),)
@@ -169,7 +184,7 @@ def _route_kernel(
         )  # fmt: skip
         scale = norm_scale(tl.sum(partials, 1), K, eps)[:, None]
     xs = x_ptr + offs_m.to(tl.int64)[:, None] * stride_xm
-    if BLOCK_M == 1:
+    if not TENSOR_CORES:
         acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
         for k in tl.static_range(0, K, BLOCK_K):
             x = tl.load(xs + (k + offs_k)[None, :], mask=(k + offs_k < K)[None, :], other=0.0)
@@ -188,20 +203,40 @@ def _route_kernel(
     logits_ptrs = logits_ptr + offs_m.to(tl.int64)[:, None] * STORED
     mask = has[:, None] & (offs_n < STORED)[None, :]
     tl.store(logits_ptrs + offs_n[None, :], logits * scale, mask=mask)
-    tl.debug_barrier()  # All threads have stored their logits before one of them counts the program.
-    if PROGRAMS > 1:
-        if tl.atomic_add(counter_ptr + block, 1) < PROGRAMS - 1:
-            return
-        tl.store(counter_ptr + block, 0)
-    offs_e = tl.arange(0, BLOCK_E)
-    mask = has[:, None] & (offs_e < E)[None, :]
-    all_logits = tl.load(logits_ptrs + offs_e[None, :], mask=mask, other=0.0, cache_modifier=".cg")
-    mask_stored = mask_m if CHUNKS else has
-    _choose(all_logits, has, offs_m, mask_stored, ids_ptr, weights_ptr, E, TOP_K, USED, NORMALIZE, BLOCK_E, BLOCK_TOP)
-    if SHARED:
-        gate = tl.load(logits_ptr + offs_m.to(tl.int64) * STORED + E, mask=has, other=0.0, cache_modifier=".cg")
-        tl.store(ids_ptr + offs_m * USED + TOP_K, tl.where(has, E, -1), mask=mask_stored)
-        tl.store(weights_ptr + offs_m * USED + TOP_K, tl.where(has, tl.sigmoid(gate), 0.0), mask=mask_stored)
+    if not TENSOR_CORES:
+        tl.debug_barrier()  # All threads have stored their logits before one of them counts the program.
+        if PROGRAMS > 1:
+            if tl.atomic_add(counter_ptr + block, 1) < PROGRAMS - 1:
+                return
+            tl.store(counter_ptr + block, 0)
+        mask_stored = mask_m if CHUNKS else has
+        _choose(
+            logits_ptr, has, offs_m, mask_stored, ids_ptr, weights_ptr, E, TOP_K, SHARED, NORMALIZE, BLOCK_E, BLOCK_TOP
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _choose_kernel(
+    meta_ptr, chunks_ptr, logits_ptr, ids_ptr, weights_ptr, rows, E: tl.constexpr, TOP_K: tl.constexpr,
+    SHARED: tl.constexpr, NORMALIZE: tl.constexpr, DECODING: tl.constexpr, CHUNKS: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Choose the experts of one row.
+
+    Grid: (rows,). A program has one warp, which reduces without waiting for others.
+
+    Args: see _route_kernel.
+    """
+    offs_m = tl.program_id(0) + tl.arange(0, 1)
+    if PDL:
+        gdc_launch_dependents()
+    has = _has_token(meta_ptr, chunks_ptr, offs_m, rows, DECODING, CHUNKS)
+    if PDL:
+        gdc_wait()
+    mask_stored = offs_m < rows if CHUNKS else has
+    _choose(
+        logits_ptr, has, offs_m, mask_stored, ids_ptr, weights_ptr, E, TOP_K, SHARED, NORMALIZE, BLOCK_E, BLOCK_TOP
+    )  # fmt: skip
 
 
 def route(
@@ -224,16 +259,21 @@ def route(
     rows, K = x.shape
     programs = cdiv(sizes.stored, config.block_n)
     sumsq, n_sumsq, eps = (routes.logits, 0, 0.0) if normed is None else normed
-    _route_kernel[(programs, cdiv(rows, config.block_m))](
-        routes.ids if meta is None else meta, routes.ids if chunks is None else chunks, x, router.weight,
-        router.weight if router.shared_gate is None else router.shared_gate, *routes, counter, sumsq, eps, x.stride(0),
-        sumsq.stride(0), n_sumsq, rows, E=sizes.experts, K=K, TOP_K=sizes.top_k, SHARED=sizes.shared,
-        NORMALIZE=sizes.normalize, NORMED=normed is not None, SUMSQ_BLOCK=next_power_of_2(max(n_sumsq, 1)),
-        DECODING=0 if meta is None else len(meta), CHUNKS=chunks is not None, BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n, BLOCK_K=config.block_k, BLOCK_E=next_power_of_2(sizes.experts),
-        BLOCK_TOP=next_power_of_2(sizes.top_k), STAGES=config.stages, PROGRAMS=programs, PDL=pdl,
-        DOT_FP32=interpreted(), **options(config.num_warps, pdl),
+    tables = routes.ids if meta is None else meta, routes.ids if chunks is None else chunks
+    choice = dict(
+        E=sizes.experts, TOP_K=sizes.top_k, SHARED=sizes.shared, NORMALIZE=sizes.normalize,
+        DECODING=0 if meta is None else len(meta), CHUNKS=chunks is not None,
+        BLOCK_E=next_power_of_2(sizes.experts), BLOCK_TOP=next_power_of_2(sizes.top_k), PDL=pdl,
     )  # fmt: skip
+    _route_kernel[(programs, cdiv(rows, config.block_m))](
+        *tables, x, router.weight, router.weight if router.shared_gate is None else router.shared_gate, *routes,
+        counter, sumsq, eps, x.stride(0), sumsq.stride(0), n_sumsq, rows, K=K, NORMED=normed is not None,
+        SUMSQ_BLOCK=next_power_of_2(max(n_sumsq, 1)), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k, STAGES=config.stages, PROGRAMS=programs, DOT_FP32=interpreted(), **choice,
+        **options(config.num_warps, pdl),
+    )  # fmt: skip
+    if config.tensor_cores:
+        _choose_kernel[(rows,)](*tables, *routes, rows, **choice, **options(1, pdl))
 
 
 def route_ref(
@@ -277,4 +317,10 @@ def route_bytes(
     return x.nbytes + router.weight.nbytes + shared + sum(each.nbytes for each in routes)
 
 
-ROUTE = Op(route, route_ref, route_bytes, (_route_kernel,), outputs=("routes.logits", "routes.ids", "routes.weights"))
+ROUTE = Op(
+    route,
+    route_ref,
+    route_bytes,
+    (_route_kernel, _choose_kernel),
+    outputs=("routes.logits", "routes.ids", "routes.weights"),
+)
