@@ -135,6 +135,7 @@ class MoE(Block):
             Buffer("pairs", (used,), "int32"),
             Buffer("pair_tiles", (used, TILE_FIELDS), "int32"),
             Buffer("tile_count", (1,), "int32"),
+            Buffer("pair_counts", (2 * used,), "int32"),
             Buffer("experts_act", (used * self.intermediate,), act),
             Buffer("experts_out", (used * self.hidden,), outs),
         )
@@ -212,7 +213,7 @@ class MoE(Block):
         own, sizes, configs = state.buffers(self), self.sizes, state.experts(self, layer)
         tiles, (gate_up, down) = PairTiles(own["pairs"], own["pair_tiles"], own["tile_count"]), _loaded(layer)
         up_config, down_config = configs.tiles
-        run("sort_pairs", SORT_PAIRS, meta, routes.ids, tiles, sizes.stored, up_config.tile)
+        run("sort_pairs", SORT_PAIRS, meta, routes.ids, tiles, sizes.stored, up_config.tile, own["pair_counts"])
         run(
             "experts_gate_up", OPS[type(up_config)].gate_up, x, gate_up, tiles, routes, own["experts_act"], normed,
             sizes, config=up_config,

@@ -9,12 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import META_WIDTH, RUN, STATUS, gdc_launch_dependents, gdc_wait, next_power_of_2, options, running
+from .common import META_WIDTH, RUN, STATUS, cdiv, gdc_launch_dependents, gdc_wait, next_power_of_2, options, running
 from .op import Op
 
 # Fields of an entry of the table of tiles: the expert, the index of the first pair in `pairs`, the number of pairs.
 TILE_FIELDS = 3
 FIELDS = tl.constexpr(TILE_FIELDS)
+MAX_PAIRS = 1024  # Maximum number of pairs that one launch sorts, if two can.
 
 
 class PairTiles(NamedTuple):
@@ -100,8 +101,79 @@ def _sort_pairs_kernel(
         first += tl.sum(own_pairs, 0)
 
 
-def sort_pairs(meta, ids, sorted_pairs: PairTiles, experts: int, tile: int, *, pdl=False):
+@triton.jit(do_not_specialize=["pairs"])
+def _count_pairs_kernel(
+    meta_ptr, ids_ptr, counts_ptr, pairs, USED: tl.constexpr, HAS_META: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Count the pairs of each expert in a block of pairs.
+
+    Grid: (blocks of BLOCK pairs,).
+
+    Args:
+        counts_ptr: [blocks, BLOCK_E] int32 (output).
+        meta_ptr and the others: see _sort_pairs_kernel.
+    """
+    block = tl.program_id(0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    ids = _load_ids(meta_ptr, ids_ptr, block * BLOCK + tl.arange(0, BLOCK), pairs, USED, HAS_META)
+    counts = tl.histogram(tl.maximum(ids, 0), BLOCK_E, mask=ids >= 0)
+    tl.store(counts_ptr + block * BLOCK_E + tl.arange(0, BLOCK_E), counts)
+
+
+@triton.jit(do_not_specialize=["pairs", "blocks"])
+def _place_pairs_kernel(
+    meta_ptr, ids_ptr, counts_ptr, pairs_ptr, tiles_ptr, count_ptr, pairs, blocks, USED: tl.constexpr,
+    HAS_META: tl.constexpr, BLOCK_E: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Write the places of the pairs of a block, and some of the tiles.
+
+    Grid: (blocks,). The counts of the other blocks determine the places, so no program waits for another.
+
+    Args:
+        counts_ptr: [blocks, BLOCK_E] int32, what _count_pairs_kernel has counted.
+        ROWS: number of blocks whose counts are read together.
+        meta_ptr and the others: see _sort_pairs_kernel.
+    """
+    block = tl.program_id(0)
+    if PDL:
+        gdc_launch_dependents()
+    offs_e, offs = tl.arange(0, BLOCK_E), block * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+    ids = _load_ids(meta_ptr, ids_ptr, offs, pairs, USED, HAS_META)
+    # The pairs of each expert: all, and those of the blocks before this one.
+    own, before = tl.zeros([BLOCK_E], tl.int32), tl.zeros([BLOCK_E], tl.int32)
+    for begin in range(0, blocks, ROWS):
+        row = begin + tl.arange(0, ROWS)[:, None]
+        counts = tl.load(counts_ptr + row * BLOCK_E + offs_e[None, :], mask=row < blocks, other=0)
+        own += tl.sum(counts, 0)
+        before += tl.sum(tl.where(row < block, counts, 0), 0)
+    tiles = (own + TILE - 1) // TILE
+    first, first_tile = tl.cumsum(own, 0) - own, tl.cumsum(tiles, 0) - tiles
+    places = tl.gather(first + before, tl.maximum(ids, 0), 0)
+    for begin in range(block * BLOCK, (block + 1) * BLOCK, 32):  # Add the earlier pairs of the same expert.
+        others = begin + tl.arange(0, 32)
+        other_ids = _load_ids(meta_ptr, ids_ptr, others, pairs, USED, HAS_META)
+        earlier = (other_ids[None, :] == ids[:, None]) & (others[None, :] < offs[:, None])
+        places += tl.sum(earlier.to(tl.int32), 1)
+    tl.store(pairs_ptr + places, offs, mask=ids >= 0)
+    if block == 0:
+        tl.store(count_ptr, tl.sum(tiles, 0))
+    for tile in range(block, tl.max(tiles, 0), blocks):  # This tile of every expert.
+        entry, begin, exists = tiles_ptr + (first_tile + tile) * FIELDS, tile * TILE, tile < tiles
+        tl.store(entry, offs_e, mask=exists)
+        tl.store(entry + 1, first + begin, mask=exists)
+        tl.store(entry + 2, tl.minimum(own - begin, TILE), mask=exists)
+
+
+def sort_pairs(meta, ids, sorted_pairs: PairTiles, experts: int, tile: int, counts=None, *, pdl=False):
     """Sort the pairs of all rows by expert. Pairs of one expert keep their order. Without pairs, there are 0 tiles.
+
+    In one launch each program reads all pairs. More than MAX_PAIRS pairs are counted first, if there is room for it.
 
     Args:
         meta: int32 [rows, META_WIDTH]: rows that do not run have no pairs. None: rows without a token
@@ -110,18 +182,30 @@ def sort_pairs(meta, ids, sorted_pairs: PairTiles, experts: int, tile: int, *, p
         sorted_pairs: the sorted pairs and their tiles (outputs).
         experts: number of experts: all stored ones, or for adapters one more than their number.
         tile: maximum number of pairs of a tile.
+        counts: int32 [2 * pairs], scratch, or None.
     """
     pairs, used = ids.numel(), ids.shape[1]
+    block_e, shared = next_power_of_2(experts), (ids if meta is None else meta, ids)
+    if counts is not None and pairs > MAX_PAIRS:
+        block = max(256, block_e)
+        blocks = cdiv(pairs, block)
+        assert counts.numel() >= blocks * block_e, f"counts has {counts.numel()} elements"
+        constants = dict(USED=used, HAS_META=meta is not None, BLOCK_E=block_e, BLOCK=block, PDL=pdl)
+        _count_pairs_kernel[(blocks,)](*shared, counts, pairs, **constants, **options(4, pdl))
+        _place_pairs_kernel[(blocks,)](
+            *shared, counts, *sorted_pairs, pairs, blocks, TILE=tile, ROWS=max(2**13 // block_e, 1), **constants,
+            **options(8, pdl),
+        )  # fmt: skip
+        return
     warps, block = (4, 1024) if pairs <= 1024 else (16, 4096)
     if meta is not None:  # Without meta, any number of rows is possible, so BLOCK has only two values.
         block = min(next_power_of_2(pairs), block)
     _sort_pairs_kernel[(experts,)](
-        ids if meta is None else meta, ids, *sorted_pairs, pairs, used, meta is not None, experts,
-        next_power_of_2(experts), tile, block, pdl, **options(warps, pdl),
+        *shared, *sorted_pairs, pairs, used, meta is not None, experts, block_e, tile, block, pdl, **options(warps, pdl)
     )  # fmt: skip
 
 
-def sort_pairs_ref(meta, ids, sorted_pairs: PairTiles, experts: int, tile: int) -> None:
+def sort_pairs_ref(meta, ids, sorted_pairs: PairTiles, experts: int, tile: int, counts=None) -> None:
     """Compute `sort_pairs` in torch."""
     ids = ids.clone()
     if meta is not None:
@@ -143,12 +227,12 @@ def sort_pairs_ref(meta, ids, sorted_pairs: PairTiles, experts: int, tile: int) 
         )
 
 
-def sort_pairs_bytes(meta, ids, sorted_pairs: PairTiles, experts: int, tile: int) -> int:
+def sort_pairs_bytes(meta, ids, sorted_pairs: PairTiles, experts: int, tile: int, counts=None) -> int:
     """Return the bytes that a launch moves."""
     return ids.nbytes + sorted_pairs.pairs.nbytes + sorted_pairs.tiles.nbytes
 
 
 SORT_PAIRS = Op(
-    sort_pairs, sort_pairs_ref, sort_pairs_bytes, (_sort_pairs_kernel,),
+    sort_pairs, sort_pairs_ref, sort_pairs_bytes, (_sort_pairs_kernel, _count_pairs_kernel, _place_pairs_kernel),
     outputs=("sorted_pairs.pairs", "sorted_pairs.tiles", "sorted_pairs.number"),
 )  # fmt: skip

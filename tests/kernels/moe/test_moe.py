@@ -126,6 +126,27 @@ def test_pairs_of_one_expert_fill_several_blocks():
     check_op(SORT_PAIRS, (None, routes.ids, empty_tiles(1500, sizes), sizes.stored, 128))
 
 
+@EVERY_SIZE
+@pytest.mark.parametrize("rows, tile", [(1025, 16), (2500, 160)])
+@pytest.mark.parametrize("prompt", [False, True], ids=["decode", "prompt"])
+def test_many_pairs_are_counted_first(sizes, hidden, rows, tile, prompt):
+    without = (0, 4, 700)
+    meta = None if prompt else meta_of(rows, without)
+    routes = random_routes(rows, sizes, without if prompt else ())
+    counts = torch.zeros(2 * rows * sizes.used, dtype=torch.int32, device=DEVICE)
+    args = meta, routes.ids, empty_tiles(rows, sizes), sizes.stored, tile, counts
+    check_op(SORT_PAIRS, args, idle=False, scratch=("counts",))
+
+
+def test_many_pairs_of_one_expert_have_several_tiles():
+    sizes = ExpertSizes(3, 1, 32)
+    routes = random_routes(1500, sizes)
+    routes.ids[routes.ids == 1] = 0
+    counts = torch.zeros(3000, dtype=torch.int32, device=DEVICE)
+    args = None, routes.ids, empty_tiles(1500, sizes), sizes.stored, 128, counts
+    check_op(SORT_PAIRS, args, scratch=("counts",))
+
+
 @EVERY_PRODUCT
 @DTYPES
 @pytest.mark.parametrize("rows, config", [(1, RowsConfig(2, 1)), (3, RowsConfig(1, 2))])
