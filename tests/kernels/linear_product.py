@@ -23,7 +23,8 @@ SPARE = 64  # Number of unused columns between the rows of strided buffers.
 SCHEMES = {
     "int4": (4, 64, 1, False, False),
     "int4_groups_of_128": (4, 128, 1, False, False),
-    "int4_groups_of_32": (4, 32, 1, True, False),
+    "int4_groups_of_32": (4, 32, 1, False, False),
+    "int4_groups_of_32_zeros": (4, 32, 1, True, False),
     "int4_zeros": (4, 128, 1, True, False),
     "int4_a_row": (4, 0, 1, False, False),
     "int4_ordered": (4, 64, 1, True, True),

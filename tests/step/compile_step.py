@@ -46,11 +46,13 @@ from tridecode.blocks.moe import MoE
 from tridecode.blocks.rope import RopeConfig
 from tridecode.blocks.shared_expert import SharedExpert
 from tridecode.blocks.spec import Layer, ModelSpec
+from tridecode.checkpoint.gguf.schemes import with_file_type
 from tridecode.checkpoint.load import empty_weights
 from tridecode.checkpoint.quantization.quantize import rules
 from tridecode.kernels.attention.gather_kv import gather_kv
 from tridecode.kernels.device import Device
 from tridecode.kernels.linear.dequantize import dequantize
+from tridecode.kernels.linear.matmul_groups import _matmul_groups_kernel
 from tridecode.kernels.linear.matmul_ring import _matmul_ring_kernel
 from tridecode.kernels.linear.matmul_wide import WideConfig
 from tridecode.kernels.linear.registry import kernel_named
@@ -244,9 +246,12 @@ def model_named(name: str) -> tuple[ModelSpec, torch.dtype]:
     """Return the model of a name with suffixes, and the dtype of its activations."""
     name, fp8_kv = re.subn("_kv8$", "", name)
     name, fp16 = re.subn("_fp16$", "", name)
-    name, _, scheme = re.fullmatch(r"(.+?)(_(fp8|int8|int4))?", name).groups()
+    name, _, scheme = re.fullmatch(r"(.+?)(_(fp8|int8|int4|q4_k_m))?", name).groups()
     spec = replace(OTHERS[name] if name in OTHERS else PRESETS[name], fp8_kv=fp8_kv > 0)
-    spec = replace(spec, load_quantization=rules(scheme, "fp8")) if scheme else spec
+    if scheme == "q4_k_m":
+        spec = with_file_type(spec, scheme)
+    elif scheme:
+        spec = replace(spec, load_quantization=rules(scheme, "fp8"))
     return spec, torch.float16 if fp16 else torch.bfloat16
 
 
@@ -345,6 +350,9 @@ def run_all(name: str, gpu: Device) -> None:
                 decode.decode_pass(launcher(model), model.for_queries(requests, queries), kind)
         row_by_row = replace(model.for_queries(4, 4), fixed_chunk=256)  # The batch-invariant mode uses this config.
         decode.decode_pass(launcher(model), row_by_row, "greedy")
+    if quantized:  # It contains each number type that matmul_groups reads, apart from int8.
+        one = meta_model("qwen3-0.6b_q4_k_m", gpu).for_rows(1)
+        decode.decode_pass(partial(launch_only, _matmul_groups_kernel, launcher(one)), one, "greedy")
     if quantized and hopper:
         for ring in RINGS:  # RINGS contains each number type that the ring kernel reads.
             one = meta_model(ring, gpu).for_rows(1)

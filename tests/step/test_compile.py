@@ -21,7 +21,13 @@ FOLDER = Path(kernels.__path__[0])
 PROMPTS = {f"_{name}_kernel" for name in ("prompt_attention", "prompt_splits", "prompt_attention_hopper", "expand_kv")}
 HOPPER = {"_matmul_hopper_kernel", "_matmul_ring_kernel", "_expert_ring_kernel", *PROMPTS}
 # Kernels that only quantized models launch.
-OF_QUANTIZED = {"_dequantize_kernel", "_expert_packed_kernel", "_down_packed_kernel", "_prompt_packed_kernel"}
+OF_QUANTIZED = {
+    "_dequantize_kernel",
+    "_matmul_groups_kernel",
+    "_expert_packed_kernel",
+    "_down_packed_kernel",
+    "_prompt_packed_kernel",
+}
 KERNELS = set(re.findall(r"^def (_\w+_kernel)\(", "".join(file.read_text() for file in FOLDER.rglob("*.py")), re.M))
 QUANTIZED = "qwen3-0.6b_int4"  # The LM head of this model is e4m3.
 HYBRID = "qwen3.5-0.8b"

@@ -10,6 +10,7 @@ import torch
 from ..kernels.attention.attention import AttentionConfig
 from ..kernels.device import Device
 from ..kernels.linear.matmul import MatmulConfig
+from ..kernels.linear.matmul_groups import GroupsConfig
 from ..kernels.linear.matmul_hopper import COLUMNS_OF, HopperConfig
 from ..kernels.linear.matmul_ring import RingConfig
 from ..kernels.linear.matmul_tiles import TilesConfig
@@ -283,8 +284,20 @@ def ring_candidates(case: Case, rows: int, device: Device) -> Iterable[RingConfi
                 yield RingConfig(warps, tiles, stages, x_shared, programs, producer, registers)
 
 
+def groups_candidates(case: Case, rows: int, device: Device) -> Iterable[GroupsConfig]:
+    """Yield configs whose tiles in flight fit in the registers of a thread."""
+    if case.packed is None:
+        return
+    words = 12 if case.packed.bits == 6 else 4  # Registers of a tile.
+    for warps, ahead, registers in product((2, 4, 8), (2, 4, 6, 8, 12), (0, 96, 128, 168)):
+        tiles = -(-case.k // (case.packed.tile * warps))
+        if ahead <= tiles and words * ahead + 64 <= (registers or 255):
+            yield GroupsConfig(warps, ahead, registers)
+
+
 CANDIDATES = {
     "ring": ring_candidates,
+    "groups": groups_candidates,
     "hopper": hopper_candidates,
     "matmul": matmul_candidates,
     "wide": wide_candidates,

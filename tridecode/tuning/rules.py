@@ -11,6 +11,7 @@ import torch
 
 from ..kernels.device import Device
 from ..kernels.linear.matmul import MatmulConfig
+from ..kernels.linear.matmul_groups import GroupsConfig
 from ..kernels.linear.matmul_hopper import COLUMNS_OF, HopperConfig
 from ..kernels.linear.matmul_ring import RingConfig
 from ..kernels.linear.matmul_tiles import TilesConfig
@@ -81,6 +82,16 @@ def ring_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> R
     if k <= 4096 and case.n < 4096:
         return RingConfig(8, -(-tiles // 2), 1, x_shared=True)
     return RingConfig(8, 2, 5 if k > 4096 else 3, x_shared=True, producer=1, registers=64)
+
+
+def groups_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> GroupsConfig | None:
+    """Choose for one row. Few tiles are in flight, because registers limit the number of programs."""
+    assert case.packed is not None
+    if batch_invariant:
+        return None
+    wide, bits = case.k > 8192, case.packed.bits
+    ahead = 1 if bits == 6 else (3 if wide else 4) * bits // 4
+    return GroupsConfig(8 if wide else 4, ahead, 128)
 
 
 def matvec_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> MatvecConfig | None:
@@ -264,6 +275,7 @@ def tiles_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> 
 
 RULES = {
     "ring": ring_rule,
+    "groups": groups_rule,
     "matvec": matvec_rule,
     "hopper": hopper_rule,
     "matmul": matmul_rule,

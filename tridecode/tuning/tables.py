@@ -21,6 +21,7 @@ from ..kernels.attention.attention import AttentionConfig
 from ..kernels.attention.attention_rows import AttentionRowsConfig
 from ..kernels.device import Device
 from ..kernels.linear.matmul import MatmulConfig
+from ..kernels.linear.matmul_groups import GroupsConfig
 from ..kernels.linear.matmul_hopper import COLUMNS_OF, HopperConfig
 from ..kernels.linear.matmul_ring import RingConfig
 from ..kernels.linear.matmul_tiles import TilesConfig
@@ -60,6 +61,7 @@ VALUES = {
         "num_warps": (2, 4, 8, 16), "tiles": range(1, 33), "stages": range(1, 17), "x_shared": (0, 1),
         "programs": COUNTS, "producer": (0, 1), "registers": REGISTERS,
     },
+    GroupsConfig: {"num_warps": (1, 2, 4, 8, 16), "ahead": range(1, 33), "registers": REGISTERS},
     AttentionConfig: {
         "block_t": (32, 64, 128), "splits": (4, 8, 16, 32, 64), "num_warps": (1, 2, 4, 8, 16), "registers": REGISTERS,
         "ahead": (1, 2), "short_splits": range(MAX_SPLITS + 1), "short_iterations": range(1, 1025),

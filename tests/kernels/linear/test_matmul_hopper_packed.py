@@ -120,7 +120,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(scheme, epilogue):
     check_alike(for_rows(64), for_rows, {16: few, 32: few, 64: most})
 
 
-@pytest.mark.parametrize("scheme", ["int4_groups_of_32", "int4_ordered"])
+@pytest.mark.parametrize("scheme", ["int4_groups_of_32_zeros", "int4_ordered"])
 def test_launch_rejects_unsupported_weights(scheme):
     with pytest.raises(ValueError):
         product("normed", scheme, 64, 512, 16).enqueue(CONFIGS["one"])

@@ -13,6 +13,7 @@ from util import BF16_ROUNDING, CUDA, Case, assert_close, covering, poisoned, ra
 from tridecode.kernels.linear import register_tiles
 from tridecode.kernels.linear.dequantize import DEQUANTIZE
 from tridecode.kernels.linear.matmul import MatmulConfig
+from tridecode.kernels.linear.matmul_groups import GroupsConfig
 from tridecode.kernels.linear.project import Plain
 from tridecode.kernels.linear.torch_linear import TORCH, PromptScratch, piece_rows
 
@@ -75,6 +76,14 @@ CONFIGS = {
 )
 def test_configs_match_the_reference(epilogue, scheme, config):
     product(epilogue, scheme, 44, 640, 2).check(config, **tolerances(config))
+
+
+@covering(
+    2, scheme=[*GGUF_SCHEMES, "int4_groups_of_32", "int8"], epilogue=EPILOGUES, warps=[1, 2, 4],
+    k=[1280, 3072] if CUDA else [768], ahead=[1, 16],
+)  # fmt: skip
+def test_eight_groups_use_the_columns_of_one_row(scheme, epilogue, warps, k, ahead):
+    product(epilogue, scheme, 44, k, 1).check(GroupsConfig(warps, ahead))
 
 
 @triton.jit

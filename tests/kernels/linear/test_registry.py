@@ -28,7 +28,7 @@ def supporting(case: Case, rows: int, capability: int = 90) -> set[str]:
 
 def test_kernels_have_distinct_names_and_configs():
     names = [kernel.name for kernel in LINEAR_KERNELS]
-    assert names == ["ring", "matvec", "hopper", "matmul", "wide", "tiles", "torch"]
+    assert names == ["ring", "groups", "matvec", "hopper", "matmul", "wide", "tiles", "torch"]
     assert len({kernel.config for kernel in LINEAR_KERNELS}) == len(names)
     assert [kernel_named(name) for name in names] == list(LINEAR_KERNELS)
     with pytest.raises(KeyError):
@@ -82,6 +82,9 @@ def name_of(value) -> str:
     (replace(INT4, group=32), {"matmul"}),
     (replace(INT4, k=2432), {"matmul"}),  # k is not a multiple of 256. 256 columns of int4 fill 128 bytes.
     (Packed("int8", 8, 2560, 32), {"matmul"}),
+    (Packed("int8", 8, 2560, 32, scale_dtype=BF16), {"groups", "matmul"}),
+    (Packed("int4", 4, 2560, 32, 1, False, False, torch.int8, True, 256), {"groups", "hopper", "matmul"}),
+    (Packed("int6", 6, 2560, 16, 1, False, False, torch.int8, False, 256), {"groups", "hopper", "matmul"}),
     (replace(INT4, zeros=True), {"hopper", "matmul"}),
     (replace(INT4, group=64), {"hopper", "matmul"}),
     (replace(INT4, group=2560), {"hopper", "matmul"}),

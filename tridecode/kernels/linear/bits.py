@@ -124,11 +124,42 @@ def raised(x, FORM: tl.constexpr, INTERPRETED: tl.constexpr):
         else:
             return _times(x, _TIMES_2_64)
     elif FORM == "int4" and not INTERPRETED:
-        low, high = tl.split(tl.permute(x.reshape(x.shape[0], 8, 2, 2), (0, 1, 3, 2)))
-        both = tl.join(_times(low, _TIMES_2_64), _times(high, _TIMES_2_60))
-        return tl.permute(both, (0, 1, 3, 2)).reshape(x.shape[0], 32)
+        return joined_pairs(raised_pairs(x, FORM, INTERPRETED))
     else:
         return x
+
+
+@triton.jit
+def raised_pairs(x, FORM: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Return the activations of `raised`, for other forms than e4m3, as two tiles [lines, 8, 2] for `joined_pairs`."""
+    low, high = tl.split(tl.permute(x.reshape(x.shape[0], 8, 2, 2), (0, 1, 3, 2)))
+    if FORM == "int4" and not INTERPRETED:
+        low, high = _times(low, _TIMES_2_64), _times(high, _TIMES_2_60)
+    return (low, high)
+
+
+@triton.jit
+def joined_pairs(pairs):
+    """Return [lines, 32] of two tiles, whose pairs of columns alternate."""
+    return tl.permute(tl.join(pairs[0], pairs[1]), (0, 1, 3, 2)).reshape(pairs[0].shape[0], 32)
+
+
+@triton.jit
+def masked_pairs(pairs, keep, INTERPRETED: tl.constexpr):
+    """Return pairs in which only the lines are not zero for which `keep`, [lines, 1, 1], is true."""
+    return (_masked(pairs[0], keep, INTERPRETED), _masked(pairs[1], keep, INTERPRETED))
+
+
+@triton.jit
+def _masked(x, keep, INTERPRETED: tl.constexpr):
+    """Return x, or zeros where `keep` is false."""
+    if INTERPRETED:
+        return tl.where(keep, x, 0.0)
+    else:  # The compiler would select each number alone.
+        mask = tl.broadcast_to(tl.where(keep, -1, 0), x.shape)
+        return tl.inline_asm_elementwise(
+            "and.b32 $0, $1, $2;", "=r,r,r,r", [x, mask], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
 
 
 @triton.jit

@@ -72,6 +72,8 @@ def tiling(
         SCALE_LOADS: numbers that are loaded for the scales of a line.
         LOADED: numbers that are loaded for the scales, the minimums and their factors.
         ZEROS_AFTER: whether zero points are subtracted from the sums instead of from the weight.
+    Spans of eight groups, as in matmul_groups.py:
+        SPAN, SPAN_PARTS, SPANS: columns and parts of a span, and spans of a warp.
     """
     dense, shared = FORM == "dense", BLOCKS > PROGRAMS
     out_n = BLOCK_N // 2 if GATED else BLOCK_N
@@ -94,6 +96,7 @@ def tiling(
         SCALES=scales, HALVES=halves, EACH=step // max(scales, 1), MINIMUMS=MINIMUMS, OVER=OVER, MINS=mins,
         MIN_GROUP=GROUP * halves, LOWS=-(-K // (GROUP * halves)), OVERS=-(-K // OVER) if OVER else 0,
         SIZE=size, FP16=SCALE_TYPE == tl.float16, SCALE_LOADS=scale_loads, LOADED=scale_loads + min_loads + (OVER > 0),
+        SPAN=8 * GROUP, SPAN_PARTS=GROUP // 4, SPANS=-(-chunks * step // (8 * GROUP)),
         ZERO_PARTS=groups_of_line if ZEROS else 0, GROUP_PARTS=parts // groups_of_line if grouped else parts,
         # The kernel then sums the activations once for many blocks of four bits.
         ZEROS_AFTER=FORM == "int4" and not (MINIMUMS or ROUNDS) and X_AHEAD == chunks * parts and shared,
@@ -262,19 +265,13 @@ def scale_of(T: tl.constexpr, loaded, group: tl.constexpr, which: tl.constexpr):
 
 
 @triton.jit
-def load_tile(T: tl.constexpr, block, c: tl.constexpr):
-    """Load the warps' tiles c of a block: tuples of the weight, of the groups' scales and of their zero points.
-
-    The scales are followed by the minimums, then by the factors of scales and minimums.
-    """
+def load_words(T: tl.constexpr, block, c: tl.constexpr):
+    """Load the warps' tiles c of the weight of a block as a tuple of PIECES tiles."""
     WIDTH: tl.constexpr = T.WARPS * T.LINE
     _, warp = places(T.WARPS, T.BLOCK_N)
     PIECE: tl.constexpr = T.LINE // T.PIECES
     offs_k = warp * T.LINE + tl.arange(0, PIECE)[None, :]
-    sum_warp, mask = tl.arange(0, T.WARPS)[:, None, None], block.mask_sums
-    if T.ROUNDS:
-        sum_warp, mask = warp, block.mask_lines
-    tile, zeros = (), ()
+    tile = ()
     for i in tl.static_range(T.PIECES):
         tile += (
             _load(
@@ -282,6 +279,20 @@ def load_tile(T: tl.constexpr, block, c: tl.constexpr):
                 "evict_first",
             ),
         )  # fmt: skip
+    return tile
+
+
+@triton.jit
+def load_tile(T: tl.constexpr, block, c: tl.constexpr):
+    """Load the warps' tiles c of a block: tuples of the weight, of the groups' scales and of their zero points.
+
+    The scales are followed by the minimums, then by the factors of scales and minimums.
+    """
+    _, warp = places(T.WARPS, T.BLOCK_N)
+    sum_warp, mask = tl.arange(0, T.WARPS)[:, None, None], block.mask_sums
+    if T.ROUNDS:
+        sum_warp, mask = warp, block.mask_lines
+    tile, zeros = load_words(T, block, c), ()
     WHOLE: tl.constexpr = (c + 1) * T.WARPS * T.STEP <= T.K
     scales = load_scales(T, block, (c * T.WARPS + sum_warp) * T.STEP, mask, WHOLE)
     for part in tl.static_range(T.ZERO_PARTS):

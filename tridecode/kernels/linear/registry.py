@@ -1,6 +1,7 @@
 """The list of all linear kernels, in the order of preference."""
 
 from .matmul import MATMUL
+from .matmul_groups import GROUPS
 from .matmul_hopper import HOPPER
 from .matmul_ring import RING
 from .matmul_tiles import TILES
@@ -9,7 +10,7 @@ from .matvec import MATVEC
 from .project import LinearKernel
 from .torch_linear import TORCH
 
-LINEAR_KERNELS = (RING, MATVEC, HOPPER, MATMUL, WIDE, TILES, TORCH)
+LINEAR_KERNELS = (RING, GROUPS, MATVEC, HOPPER, MATMUL, WIDE, TILES, TORCH)
 
 
 def kernel_named(name: str) -> LinearKernel:
