@@ -175,7 +175,7 @@ def test_both_replicas_answer_alike(fleet):
 
 
 def test_a_cancelled_stream_frees_its_slot(fleet):
-    body = {"model": "bundled", "prompt": "Once upon a time", "ignore_eos": True, "stream": True}
+    body = {"model": "bundled", "prompt": "Once upon a time", "ignore_eos": True, "max_tokens": 1000, "stream": True}
     with httpx.stream("POST", f"{fleet.url}/v1/completions", json=body, timeout=SECONDS) as stream:
         next(stream.iter_lines())
         assert fleet.metric("num_requests_running") == 1
