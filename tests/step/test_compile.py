@@ -22,11 +22,7 @@ PROMPTS = {f"_{name}_kernel" for name in ("prompt_attention", "prompt_splits", "
 HOPPER = {"_matmul_hopper_kernel", "_matmul_ring_kernel", "_expert_ring_kernel", *PROMPTS}
 # Kernels that only quantized models launch.
 OF_QUANTIZED = {
-    "_dequantize_kernel",
-    "_matmul_groups_kernel",
-    "_expert_packed_kernel",
-    "_down_packed_kernel",
-    "_prompt_packed_kernel",
+    f"_{name}_kernel" for name in ("dequantize", "matmul_groups", "expert_packed", "down_packed", "prompt_packed")
 }
 KERNELS = set(re.findall(r"^def (_\w+_kernel)\(", "".join(file.read_text() for file in FOLDER.rglob("*.py")), re.M))
 QUANTIZED = "qwen3-0.6b_int4"  # The LM head of this model is e4m3.

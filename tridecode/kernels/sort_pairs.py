@@ -15,7 +15,7 @@ from .op import Op
 # Fields of an entry of the table of tiles: the expert, the index of the first pair in `pairs`, the number of pairs.
 TILE_FIELDS = 3
 FIELDS = tl.constexpr(TILE_FIELDS)
-MAX_PAIRS = 1024  # Maximum number of pairs that one launch sorts, if two can.
+MAX_PAIRS = 1024  # Maximum number of pairs that a program reads together, and that one launch sorts if two can.
 
 
 class PairTiles(NamedTuple):
@@ -197,7 +197,7 @@ def sort_pairs(meta, ids, sorted_pairs: PairTiles, experts: int, tile: int, coun
             **options(8, pdl),
         )  # fmt: skip
         return
-    warps, block = (4, 1024) if pairs <= 1024 else (16, 4096)
+    warps, block = (4, MAX_PAIRS) if pairs <= MAX_PAIRS else (16, 4 * MAX_PAIRS)
     if meta is not None:  # Without meta, any number of rows is possible, so BLOCK has only two values.
         block = min(next_power_of_2(pairs), block)
     _sort_pairs_kernel[(experts,)](

@@ -364,7 +364,7 @@ class PromptState:
     @property
     def scratch(self) -> PromptScratch:
         """Scratch of the linears."""
-        return PromptScratch(self.own.dequantized, self.own.dequantized.view(torch.float32), self.own.arrived)
+        return PromptScratch(self.own.dequantized, self.own.arrived)
 
     @property
     def chunks(self) -> torch.Tensor:

@@ -138,7 +138,7 @@ def test_dequantize_matches_the_reference(scheme):
 def test_torch_multiplies_many_rows_by_parts_of_the_weight(scheme):
     linear, x = packed(scheme, 1001, 2560), random(128, 2560, dtype=torch.bfloat16, seed=1)
     out, buffer = poisoned(128, 1001, dtype=torch.bfloat16), poisoned(300 * 2560, dtype=torch.bfloat16)
-    TORCH.op.launch(None, x, linear, out, Plain(), PromptScratch(buffer, None, None))
+    TORCH.op.launch(None, x, linear, out, Plain(), PromptScratch(buffer, None))
     assert_close(out.float(), x.float() @ linear.matrix().T, 6e-3)
 
 
@@ -149,7 +149,7 @@ def test_torch_multiplies_many_rows_by_parts_of_the_weight(scheme):
 def test_torch_multiplies_in_fp32(linear, bias):
     """A packed tensor is dequantized in parts of 16 rows."""
     linear, x, out = replace(linear, bias=random(40) if bias else None), random(3, 256), poisoned(3, 40)
-    TORCH.op.launch(None, x, linear, out, Plain(), PromptScratch(poisoned(16 * 256), None, None), pdl=True)
+    TORCH.op.launch(None, x, linear, out, Plain(), PromptScratch(poisoned(16 * 256), None), pdl=True)
     expected = x @ linear.matrix().T
     assert_close(out, expected + linear.bias if bias else expected, 1e-5)
 

@@ -119,11 +119,14 @@ def test_idle_rows_have_no_tiles():
     assert tiles.number[0].item() == 0
 
 
-def test_pairs_of_one_expert_fill_several_blocks():
+@pytest.mark.parametrize("counted", [False, True])
+def test_pairs_of_one_expert_fill_several_blocks(counted):
     sizes = ExpertSizes(3, 1, 32)
     routes = random_routes(1500, sizes)
     routes.ids[routes.ids == 1] = 0
-    check_op(SORT_PAIRS, (None, routes.ids, empty_tiles(1500, sizes), sizes.stored, 128))
+    counts = torch.zeros(3000, dtype=torch.int32, device=DEVICE) if counted else None
+    args = None, routes.ids, empty_tiles(1500, sizes), sizes.stored, 128, counts
+    check_op(SORT_PAIRS, args, scratch=("counts",))
 
 
 @EVERY_SIZE
@@ -136,15 +139,6 @@ def test_many_pairs_are_counted_first(sizes, hidden, rows, tile, prompt):
     counts = torch.zeros(2 * rows * sizes.used, dtype=torch.int32, device=DEVICE)
     args = meta, routes.ids, empty_tiles(rows, sizes), sizes.stored, tile, counts
     check_op(SORT_PAIRS, args, idle=False, scratch=("counts",))
-
-
-def test_many_pairs_of_one_expert_have_several_tiles():
-    sizes = ExpertSizes(3, 1, 32)
-    routes = random_routes(1500, sizes)
-    routes.ids[routes.ids == 1] = 0
-    counts = torch.zeros(3000, dtype=torch.int32, device=DEVICE)
-    args = None, routes.ids, empty_tiles(1500, sizes), sizes.stored, 128, counts
-    check_op(SORT_PAIRS, args, scratch=("counts",))
 
 
 @EVERY_PRODUCT

@@ -19,7 +19,7 @@ from .blocks import RowBlocks
 from .epilogue import epilogue_arguments, finish, load_extra, load_partials, norm_scale, silu
 from .packed import Packed
 from .project import OUTPUTS, LinearKernel, project_bytes, project_ref
-from .register_tiles import Weight, block_of_rows, load_words, operand, places, tiling
+from .register_tiles import Weight, as_words, block_of_rows, half_at, load_words, number_at, operand, places, tiling
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,15 @@ class GroupsConfig(RowBlocks):
 
     block_n: ClassVar[int] = 16
     programs: ClassVar[int] = 0
-    num_warps: int = 4
-    ahead: int = 8
+    num_warps: int
+    ahead: int
     registers: int = 0
 
 
 @triton.jit
 def _load_bits(ptrs, at, mask, BYTES: tl.constexpr):
     """Load BYTES bytes (1, 2 or 4) as int32. `at` counts units of BYTES."""
-    if BYTES == 4:
-        ptrs = ptrs.to(tl.pointer_type(tl.int32), bitcast=True)
-    elif BYTES == 2:
-        ptrs = ptrs.to(tl.pointer_type(tl.int16), bitcast=True)
-    return tl.load(ptrs + at, mask=mask, other=0).to(tl.int32)
+    return tl.load(as_words(ptrs, BYTES) + at, mask=mask, other=0).to(tl.int32)
 
 
 @triton.jit
@@ -92,28 +88,16 @@ def _load_tile(T: tl.constexpr, weight, block, pid, c: tl.constexpr):
 
 
 @triton.jit
-def _value(T: tl.constexpr, bits, place: tl.constexpr):
-    """Return the scale or minimum at a place of loaded bits as fp32."""
-    if T.SIZE == 1:
-        # The code with 128 added becomes the mantissa of 2 ** 23. This is faster than an instruction that converts it.
-        return (((bits >> (8 * place)) & 255) ^ 0x4B000080).to(tl.float32, bitcast=True) - (2.0**23 + 128)
-    elif T.FP16:
-        return (bits >> (16 * place)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        return (bits >> (16 * place)).to(tl.int16).to(tl.bfloat16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
 def _row_scales(T: tl.constexpr, numbers, MINIMUM: tl.constexpr):
     """Return the scales or, with MINIMUM, the minimums of eight rows, fp32 [WARPS, 8, 8]."""
     bits = numbers[MINIMUM]
-    low = _value(T, bits, 0)
+    low = number_at(T, bits, 0)
     if MINIMUM and T.MIN_GROUP > T.GROUP:
         high = low
     else:
-        high = _value(T, bits, 1)
+        high = number_at(T, bits, 1)
     if T.OVER > 0:
-        each = (numbers[2] >> (16 * MINIMUM)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        each = half_at(numbers[2], MINIMUM, True)
         low, high = low * each, high * each
     return tl.join(low, high).reshape(T.WARPS, 8, 8)
 

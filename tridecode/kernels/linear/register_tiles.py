@@ -198,20 +198,27 @@ def load_group(T: tl.constexpr, ptrs, column, mask, WHOLE: tl.constexpr, GROUP: 
 
 
 @triton.jit
+def as_words(ptrs, BYTES: tl.constexpr):
+    """Return pointers to words of BYTES bytes: 1, 2 or 4."""
+    if BYTES == 4:
+        return ptrs.to(tl.pointer_type(tl.int32), bitcast=True)
+    elif BYTES == 2:
+        return ptrs.to(tl.pointer_type(tl.int16), bitcast=True)
+    else:
+        return ptrs
+
+
+@triton.jit
 def _load_words(
     T: tl.constexpr, ptrs, column, mask, WHOLE: tl.constexpr, COUNT: tl.constexpr, SIZE: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
     """Load COUNT numbers of SIZE bytes, one for each GROUP columns from `column` on, as words of 2 or 4 bytes."""
     BYTES: tl.constexpr = 4 if COUNT * SIZE > 2 else 2
-    if BYTES == 2:
-        ptrs = ptrs.to(tl.pointer_type(tl.int16), bitcast=True)
-    else:
-        ptrs = ptrs.to(tl.pointer_type(tl.int32), bitcast=True)
     COLUMNS: tl.constexpr = BYTES // SIZE * GROUP
-    loaded = ()
+    words, loaded = as_words(ptrs, BYTES), ()
     for i in tl.static_range(COUNT * SIZE // BYTES):
-        loaded += (load_group(T, ptrs, column + i * COLUMNS, mask, WHOLE, COLUMNS),)
+        loaded += (load_group(T, words, column + i * COLUMNS, mask, WHOLE, COLUMNS),)
     return loaded
 
 
@@ -242,6 +249,24 @@ def load_scales(T: tl.constexpr, block, column, mask, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def half_at(word, place: tl.constexpr, FP16: tl.constexpr):
+    """Return the fp16 or bf16 number at a place of a word as fp32."""
+    bits = (word >> (16 * place)).to(tl.int16)
+    return bits.to(tl.float16 if FP16 else tl.bfloat16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def number_at(T: tl.constexpr, word, place: tl.constexpr):
+    """Return the number of T.SIZE bytes at a place of a word of scales or minimums as fp32."""
+    if T.SIZE == 1:
+        # The code with 128 added becomes the mantissa of 2 ** 23. This is faster than an instruction that converts it.
+        code = ((word.to(tl.int32) >> (8 * place)) & 255) ^ 0x4B000080
+        return code.to(tl.float32, bitcast=True) - (2.0**23 + 128)
+    else:
+        return half_at(word, place, T.FP16)
+
+
+@triton.jit
 def scale_of(T: tl.constexpr, loaded, group: tl.constexpr, which: tl.constexpr):
     """Return the scale (which = 0) or the minimum (1) of a group of a tile, fp32 [WARPS, BLOCK_N, 1] or [lines, 1].
 
@@ -249,17 +274,10 @@ def scale_of(T: tl.constexpr, loaded, group: tl.constexpr, which: tl.constexpr):
         loaded: the numbers that `load_tile` returned for the tile.
     """
     if T.OVER > 0:
-        code = loaded[group // 4 + which * T.SCALE_LOADS].to(tl.int32) >> (8 * (group % 4))
-        # The code with 128 added becomes the mantissa of 2 ** 23. This is faster than an instruction that converts it.
-        code = ((code & 255) ^ 0x4B000080).to(tl.float32, bitcast=True) - (2.0**23 + 128)
-        bits = loaded[T.LOADED - 1] >> (16 * which)
-        return code * bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        code = number_at(T, loaded[group // 4 + which * T.SCALE_LOADS], group % 4)
+        return code * half_at(loaded[T.LOADED - 1], which, True)
     elif T.SIZE == 2:
-        bits = (loaded[group // 2 + which * T.SCALE_LOADS] >> (16 * (group % 2))).to(tl.int16)
-        if T.FP16:
-            return bits.to(tl.float16, bitcast=True).to(tl.float32)
-        else:
-            return bits.to(tl.bfloat16, bitcast=True).to(tl.float32)
+        return number_at(T, loaded[group // 2 + which * T.SCALE_LOADS], group % 2)
     else:
         return loaded[which * T.SCALE_LOADS + group].to(tl.float32)
 

@@ -14,12 +14,16 @@ class PromptScratch(NamedTuple):
 
     Args:
         dequantized: 1-D buffer of the dtype of the activations.
-        sums, counter: as in SplitBuffers, for the kernels of few rows. sums has the memory of `dequantized`.
+        counter: as in SplitBuffers, for the kernels of few rows.
     """
 
     dequantized: torch.Tensor
-    sums: torch.Tensor
     counter: torch.Tensor
+
+    @property
+    def sums(self) -> torch.Tensor:
+        """The memory of `dequantized`, as in SplitBuffers."""
+        return self.dequantized.view(torch.float32)
 
 
 def torch_linear(meta, x, linear, out, epilogue, scratch=None, *, config=None, pdl=False):

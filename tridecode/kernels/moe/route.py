@@ -135,7 +135,7 @@ def _route_kernel(
     SHARED: tl.constexpr, NORMALIZE: tl.constexpr, NORMED: tl.constexpr, SUMSQ_BLOCK: tl.constexpr,
     DECODING: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
-    DOT_FP32: tl.constexpr,
+    TENSOR_CORES: tl.constexpr, DOT_FP32: tl.constexpr,
 ):  # fmt: skip
     """Compute the logits of BLOCK_M rows for BLOCK_N experts. Without tensor cores, the last program to end chooses.
 
@@ -154,7 +154,6 @@ def _route_kernel(
         sumsq_ptr: partial sums of squares. Read only if NORMED.
     """
     STORED: tl.constexpr = E + SHARED
-    TENSOR_CORES: tl.constexpr = BLOCK_M > 1
     pid, block = tl.program_id(0), tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
@@ -269,8 +268,8 @@ def route(
         *tables, x, router.weight, router.weight if router.shared_gate is None else router.shared_gate, *routes,
         counter, sumsq, eps, x.stride(0), sumsq.stride(0), n_sumsq, rows, K=K, NORMED=normed is not None,
         SUMSQ_BLOCK=next_power_of_2(max(n_sumsq, 1)), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k, STAGES=config.stages, PROGRAMS=programs, DOT_FP32=interpreted(), **choice,
-        **options(config.num_warps, pdl),
+        BLOCK_K=config.block_k, STAGES=config.stages, PROGRAMS=programs,
+        TENSOR_CORES=config.tensor_cores, DOT_FP32=interpreted(), **choice, **options(config.num_warps, pdl),
     )  # fmt: skip
     if config.tensor_cores:
         _choose_kernel[(rows,)](*tables, *routes, rows, **choice, **options(1, pdl))
