@@ -183,7 +183,7 @@ def add_sizes(writer, config, layers) -> None:
 
 def write_gguf(
     source: Path, path: Path, type_name: str = "F32", mtp: bool = False, change=None, tensors=None,
-    fused: bool = False, split: bool = True,
+    fused: bool = False, split: bool = True, shared_type: str | None = None,
 ) -> Path:  # fmt: skip
     """Write the checkpoint in directory `source` as a GGUF file; return its path.
 
@@ -194,6 +194,7 @@ def write_gguf(
         tensors: values by name in the file; they replace those of the checkpoint.
         fused: gate and up of an expert are one matrix.
         split: the rows of in_proj_qkvz are in two tensors, as in files of today's llama.cpp.
+        shared_type: the type of the shared expert's matrices. None: type_name.
     """
     gguf = pytest.importorskip("gguf")
     from safetensors.torch import load_file
@@ -209,8 +210,6 @@ def write_gguf(
         writer.add_nextn_predict_layers(1)
     if change:
         change(writer)
-    kind = gguf.GGMLQuantizationType[type_name]
-    columns = gguf.GGML_QUANT_SIZES[kind][0]
     others, experts = stacked(weights, fused)
     written = {stored_name(name, config): converted(name, x.float(), config) for name, x in others.items()}
     written |= {name: x.float() for name, x in experts.items()}
@@ -223,6 +222,8 @@ def write_gguf(
         written[f"blk.{layers}.attn_q.weight"] = torch.randn(64, 64)
     for name, x in (written | (tensors or {})).items():
         data = x.contiguous().numpy()
+        kind = gguf.GGMLQuantizationType[shared_type if shared_type and "_shexp" in name else type_name]
+        columns = gguf.GGML_QUANT_SIZES[kind][0]
         fits = x.ndim in (2, 3) and "gate_inp" not in name and x.shape[-1] % columns == 0 and "conv1d" not in name
         own = kind if fits else gguf.GGMLQuantizationType.F32
         writer.add_tensor(name, gguf.quants.quantize(data, own), raw_dtype=own)

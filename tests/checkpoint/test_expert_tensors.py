@@ -69,6 +69,24 @@ def test_experts_follow_each_other(written):
         assert torch.equal(gate_up[number], torch.cat((gate, up))) and torch.equal(down[number], out)
 
 
+@pytest.mark.parametrize("method, options", [("fp8", {}), ("pack-quantized", dict(group=32)), ("awq", dict(group=32))])
+def test_a_shared_expert_in_16_bits_leaves_the_experts_packed(method, options, tmp_path):
+    """Published checkpoints leave the shared expert in 16 bits."""
+    sizes = dict(moe_intermediate_size=128, shared_expert_intermediate_size=128)
+    skip = ("lm_head", "self_attn", "linear_attn", "shared_expert")
+    truth = write_quantized(tmp_path, method, skip, "qwen3.5-moe", sizes, **options)
+    tensors = load_file(tmp_path / "model.safetensors")
+    linears = load_weights(tmp_path, load_config(tmp_path), "cpu", torch.float32, packs=True).layers[1].linears
+    assert linears["shared_gate_up"].packed is None and linears["shared_down"].packed is None
+    shared = [tensors[f"{MLP}shared_expert.{part}_proj.weight"] for part in ("gate", "up", "down")]
+    assert torch.equal(linears["shared_gate_up"].weight, torch.cat(shared[:2]))
+    assert torch.equal(linears["shared_down"].weight, shared[2])
+    for name, parts in (("experts_gate_up", ("gate", "up")), ("experts_down", ("down",))):
+        assert linears[name].packed
+        own = [truth[f"{MLP}experts.{expert}.{part}_proj"] for expert in range(6) for part in parts]
+        assert torch.allclose(linears[name].matrix(), torch.cat(own), rtol=1e-2, atol=1e-3)
+
+
 def test_rows_of_a_head_are_separated(written):
     """Qwen3-Next stores q, k, v and z of each head of q and k together, and b and a."""
     path = written("qwen3-next")

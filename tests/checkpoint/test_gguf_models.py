@@ -7,6 +7,7 @@ import pytest
 import torch
 from checkpoints import write_tiny
 from gguf_files import write_gguf
+from util import relative_rms
 
 from tridecode import Engine, SamplingParams
 from tridecode.checkpoint.gguf.schemes import with_file_type
@@ -247,6 +248,20 @@ def test_gate_and_up_of_an_expert_may_be_one_matrix(tmp_path):
     file = write_gguf(source, tmp_path / "model.gguf", fused=True)
     with Engine.load(source, device="cpu") as one, Engine.load(file, device="cpu") as other:
         torch.testing.assert_close(other.score(PROMPT), one.score(PROMPT), rtol=1e-5, atol=1e-5)
+
+
+def test_types_of_the_shared_expert_leave_the_experts_packed(tmp_path):
+    """Published files give the shared expert more bits than the experts."""
+    sizes = dict(moe_intermediate_size=64, shared_expert_intermediate_size=64)
+    source = write_tiny(tmp_path / "hf", "qwen3.5-moe", **FAMILIES["qwen3.5-moe"], **sizes)
+    file = write_gguf(source, tmp_path / "model.gguf", "Q4_0", shared_type="Q8_0")
+    linears = load_weights(file, load_config(file), "cpu", torch.float32, packs=True).layers[1].linears
+    names = ("experts_gate_up", "experts_down", "shared_gate_up", "shared_down")
+    assert [linears[name].packed and linears[name].packed.bits for name in names] == [4, 4, 8, 8]
+    stored = load_weights(source, load_config(source), "cpu", torch.float32).layers[1].linears
+    experts, shared = stored["experts_down"].weight[: 6 * 192], stored["experts_down"].weight[6 * 192 :]
+    assert relative_rms(linears["experts_down"].matrix(), experts) < 0.15
+    assert relative_rms(linears["shared_down"].matrix(), shared) < 0.01
 
 
 def test_qkvz_of_a_recurrent_layer_may_be_one_tensor(tmp_path):

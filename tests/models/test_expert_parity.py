@@ -34,11 +34,16 @@ WIDE = dict(
     vocab_size=4096,
 )  # fmt: skip
 SMALL = dict(hidden_size=192, moe_intermediate_size=64, intermediate_size=128, shared_expert_intermediate_size=64)
-MODELS = {  # Name -> (family, changes of config.json, arguments of write_quantized).
+MODELS = {  # Name -> (family, changes of config.json, arguments of write_quantized and its `skip`).
     **{name: (name, {}, None) for name in EXPERTS},
     "qwen3-moe in fp8": ("qwen3-moe", SMALL, ("fp8", {})),
     "qwen3-moe in int4": ("qwen3-moe", SMALL, ("pack-quantized", dict(group=32))),
     "qwen2-moe in int4": ("qwen2-moe", SMALL, ("awq", dict(group=32))),
+    "qwen3.5-moe in int4 with a shared expert in 16 bits": (
+        "qwen3.5-moe",
+        SMALL,
+        ("pack-quantized", dict(group=32), "attn", "shared_expert"),
+    ),  # fmt: skip
     "qwen3-next in fp8": ("qwen3-next", {}, ("float-quantized", dict(shared="channel"))),
 }
 if CUDA:
@@ -142,7 +147,7 @@ def model(request, tmp_path_factory):
         path = dense = write_tiny(folder / family, family, dtype=torch.bfloat16 if CUDA else torch.float32, **changes)
     else:  # The references read a checkpoint with the numbers that the quantized one represents.
         path, dense = folder / "quantized", write_tiny(folder / "dense", family, **changes)
-        truth = write_quantized(path, method[0], ("lm_head",), family, changes, **method[1])
+        truth = write_quantized(path, method[0], ("lm_head", *method[2:]), family, changes, **method[1])
         tensors = load_file(dense / "model.safetensors")
         tensors |= {f"{name}.weight": weight.contiguous() for name, weight in truth.items()}
         save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})

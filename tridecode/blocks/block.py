@@ -288,6 +288,10 @@ class Block:
         """Return the block that names the tensors of a checkpoint, for blocks that are stored in several ways."""
         return self
 
+    def quantized_as(self, scheme: Callable[[str], object], prefix: str) -> "Block":
+        """Return the block that suits the schemes of its modules in a checkpoint. prefix: the layer's prefix there."""
+        return self
+
     def inner(self) -> tuple["Block", ...]:
         """Return the blocks that this block calls. It declares their linears, weights and states as its own."""
         return ()

@@ -1,6 +1,6 @@
 """MoE: a feed-forward of many experts, which are gated MLPs. A router chooses a few of them for each row."""
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -32,7 +32,8 @@ class MoE(Block):
         normalize: the weights of the chosen experts are divided by their sum.
         shared: there is a shared expert of the same width, which is stored as one more expert. Every row uses it, with
             the sigmoid of a gate as its weight.
-        apart: the shared expert, if it has another width, and therefore linears of its own; `shared` is then false.
+        apart: the shared expert, if it has another width or is quantized in another way, and therefore linears of its
+            own; `shared` is then false.
         stacked: the checkpoint stores the weights of all experts in one tensor.
     """
 
@@ -55,8 +56,25 @@ class MoE(Block):
         stacked = prefix + STACKED[0] in tensors
         return self if stacked == self.stacked else replace(self, stacked=stacked)
 
+    def quantized_as(self, scheme: Callable[[str], object], prefix: str) -> "MoE":
+        """Return the block whose shared expert has linears of its own if its schemes are not those of the experts.
+
+        Published checkpoints often leave only the shared expert in 16 bits.
+        """
+        own, experts = (
+            [scheme(f"{prefix}{module}.{part}_proj") for part in ("gate", "up", "down")]
+            for module in (SharedExpert.module, "mlp.experts.0")
+        )
+        if not self.shared or own == experts:
+            return self
+        apart = SharedExpert(
+            hidden=self.hidden, eps=self.eps, norm=self.norm, residual_scale=self.residual_scale,
+            norm_offset=self.norm_offset, intermediate=self.intermediate,
+        )  # fmt: skip
+        return replace(self, shared=False, apart=apart)
+
     def inner(self) -> tuple[Block, ...]:
-        """Return the shared expert if it has another width than the experts."""
+        """Return the shared expert if it has linears of its own."""
         return () if self.apart is None else (self.apart,)
 
     def linears(self) -> tuple[Linear, ...]:
@@ -77,7 +95,7 @@ class MoE(Block):
             down.append(Part(STACKED[1], hidden * self.experts, self.experts))
             modules = []
         if self.shared:
-            modules.append("mlp.shared_expert")
+            modules.append(SharedExpert.module)
         for module in modules:
             gate_up += (Part(f"{module}.gate_proj", inner), Part(f"{module}.up_proj", inner))
             down.append(Part(f"{module}.down_proj", hidden))
@@ -175,7 +193,7 @@ class MoE(Block):
         return residual._replace(pending=state.delta)
 
     def _shared(self, run: Run, state: DecodeState, layer: LoadedLayer, residual: Residual) -> None:
-        """List the shared expert, if it has another width. It adds its output to the residual stream.
+        """List the shared expert, if it has linears of its own. It adds its output to the residual stream.
 
         `shared_down` overwrites residual.normed, which route and gate_up read. So it is listed after them.
         """

@@ -12,7 +12,7 @@ from .mlp import MLP
 
 @dataclass(frozen=True, kw_only=True)
 class SharedExpert(MLP):
-    """A shared expert with another width than the experts. A sigmoid of the row multiplies its output."""
+    """A shared expert with linears of its own. A sigmoid of the row multiplies its output."""
 
     module = "mlp.shared_expert"
     role = "shared_"

@@ -1,6 +1,6 @@
 """ModelSpec: the description of a model. A family creates it from config.json, and the rest of the engine reads it."""
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -56,10 +56,6 @@ class Layer:
     def recurrent(self) -> Recurrent | None:
         """Return the declaration of the layer's recurrent state, or None."""
         return next((state for state in self._states() if isinstance(state, Recurrent)), None)
-
-    def stored_as(self, tensors: Container[str], prefix: str) -> "Layer":
-        """Return the layer whose blocks name the tensors that a checkpoint has. prefix: the layer's prefix there."""
-        return Layer(*(block.stored_as(tensors, prefix) for block in self.blocks))
 
     def _states(self) -> "Iterator[Pages | Recurrent]":
         return (state for block in self.blocks for state in block.states())
@@ -147,7 +143,18 @@ class ModelSpec:
 
     def stored_as(self, tensors: Container[str]) -> "ModelSpec":
         """Return the specification of the same model whose blocks name the tensors that a checkpoint has."""
-        layers = [layer.stored_as(tensors, self.layer_prefix(i)) for i, layer in enumerate(self.layers)]
+        return self._with_blocks(lambda block, prefix: block.stored_as(tensors, prefix))
+
+    def quantized_as(self, scheme: Callable[[str], object]) -> "ModelSpec":
+        """Return the specification of the same model whose blocks suit the schemes of a checkpoint's modules."""
+        return self._with_blocks(lambda block, prefix: block.quantized_as(scheme, prefix))
+
+    def _with_blocks(self, changed: Callable[[Block, str], Block]) -> "ModelSpec":
+        """Return the specification with changed blocks. `changed` gets a block and the prefix of its layer."""
+        layers = [
+            Layer(*(changed(block, self.layer_prefix(i)) for block in layer.blocks))
+            for i, layer in enumerate(self.layers)
+        ]
         equal: dict[Layer, Layer] = {}  # Equal layers are one object, because blocks keep their declarations.
         return replace(self, layers=tuple(equal.setdefault(layer, layer) for layer in layers))
 

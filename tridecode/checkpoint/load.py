@@ -65,6 +65,8 @@ def load_config(path: Path) -> ModelSpec:
             spec = replace(spec, dtype=str(FLOATS[embed.dtype]).removeprefix("torch."))
     if path.is_file():
         spec = with_block_types(path, spec)
+    if spec.has_experts and spec.checkpoint_quantization:
+        spec = spec.quantized_as(spec.checkpoint_quantization.scheme)
     for name, tensor_slice in tensor_slices(spec).items():
         if tensor_slice.scheme and (problem := _problem(tensor_slice, tensor_slice.scheme)):
             raise CheckpointError(f"{path / 'config.json'}: quantization_config: {name}: {problem}")
