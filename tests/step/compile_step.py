@@ -96,16 +96,16 @@ LARGE = {  # Kernels that may exceed SHARED, because the kernels that run at the
     "_delta_scan_kernel", "_route_kernel", "_expert_tiles_kernel", "_expert_ring_kernel", "_prompt_packed_kernel",
 }  # fmt: skip
 # Stack bytes of a thread. Loops over tiles must not use the stack. Triton 3.9 stores part of an item's first tile, and
-# up to four numbers that are used at the end of an item. With groups of 3 and 7 heads, Triton 3.6 stores up to
-# eight 16-bit numbers in the loop over splits. GPUs without wgmma store up to 14 numbers of a block in
-# _delta_chunks_kernel. Triton 3.6 stores two numbers of _matmul_tiles_kernel on GPUs of compute capability 12.0, with
-# 62 to 100 registers. In a pass with drafts delta_decode stores up to 14 numbers. With adapters, _matvec_kernel and
-# _matmul_wide_kernel store up to four numbers. Tiles of experts store up to 130 numbers on GPUs without wgmma, and up
-# to 14 with packed weights. Triton 3.9 stores four numbers of _expert_packed_kernel.
+# up to four numbers that are used at the end of an item. With groups of 3 and 7 heads, Triton 3.6 stores up to eight
+# 16-bit numbers in the loop over splits. GPUs without wgmma store up to 14 numbers of a block in _delta_chunks_kernel.
+# Triton 3.6 stores two numbers of _matmul_tiles_kernel on GPUs of compute capability 12.0, with 62 to 100 registers. In
+# a pass with drafts delta_decode stores up to 14 numbers. With adapters, _matvec_kernel stores up to 24 numbers where a
+# table limits its registers, and _matmul_wide_kernel up to four. Tiles of experts store up to 130 numbers on GPUs
+# without wgmma, and up to 14 with packed weights. Triton 3.9 stores four numbers of _expert_packed_kernel.
 STACK = {
     "_attention_kernel": 16, "_attention_rows_kernel": 104, "_matmul_ring_kernel": 16, "_prompt_attention_kernel": 24,
     "_delta_chunks_kernel": 56, "_delta_decode_kernel": 56, "_matmul_tiles_kernel": 8,
-    "_matvec_kernel": 16, "_matmul_wide_kernel": 16, "_expert_tiles_kernel": 520, "_prompt_packed_kernel": 56,
+    "_matvec_kernel": 96, "_matmul_wide_kernel": 16, "_expert_tiles_kernel": 520, "_prompt_packed_kernel": 56,
     "_expert_packed_kernel": 16,
 }  # fmt: skip
 # Spilled bytes of a matmul whose register limit lets two programs share a multiprocessor: up to 24 on Hopper for

@@ -180,7 +180,6 @@ def matvec(meta, x, linear, out, epilogue, scratch=None, adapters=None, *, confi
     """Compute `project`. Each row has programs of its own."""
     rows, N = out.shape
     blocks, programs = config.grid(N)
-    registers = 0 if adapters else config.registers  # The limits were found without adapters, which need more.
     block_k = 256 * config.num_warps
     b_tiles = cdiv(len(adapters.y) * adapters.max_rank, block_k) if adapters else 0
     arguments = epilogue_arguments(linear, out, epilogue)
@@ -191,7 +190,7 @@ def matvec(meta, x, linear, out, epilogue, scratch=None, adapters=None, *, confi
     _matvec_kernel[(programs, rows)](
         meta, x, linear.weight, **arguments, **adapter_arguments(adapters), SUMSQ_UNIT=unit, stride_xm=x.stride(0),
         N=N, K=linear.in_features, BLOCK_N=config.block_n, BLOCK_K=block_k, BLOCKS=blocks, PROGRAMS=programs,
-        B_TILES=b_tiles, PDL=pdl, **options(config.num_warps, pdl, registers),
+        B_TILES=b_tiles, PDL=pdl, **options(config.num_warps, pdl, config.registers),
     )  # fmt: skip
 
 
