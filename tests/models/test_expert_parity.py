@@ -148,9 +148,14 @@ def model(request, tmp_path_factory):
     else:  # The references read a checkpoint with the numbers that the quantized one represents.
         path, dense = folder / "quantized", write_tiny(folder / "dense", family, **changes)
         truth = write_quantized(path, method[0], ("lm_head", *method[2:]), family, changes, **method[1])
-        tensors = load_file(dense / "model.safetensors")
-        tensors |= {f"{name}.weight": weight.contiguous() for name, weight in truth.items()}
+        tensors, stored = (load_file(folder / "model.safetensors") for folder in (dense, path))
+        # All other tensors are numbers in bf16, as in published checkpoints.
+        others = {
+            name: x.bfloat16().float() for name, x in tensors.items() if name.removesuffix(".weight") not in truth
+        }
+        tensors = others | {f"{name}.weight": weight.contiguous() for name, weight in truth.items()}
         save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
+        save_file(stored | others, path / "model.safetensors", metadata={"format": "pt"})
     return path, Reference(dense, torch.float32), Reference(dense, torch.bfloat16), family in HYBRID
 
 
