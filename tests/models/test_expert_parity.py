@@ -34,7 +34,7 @@ WIDE = dict(
     vocab_size=4096,
 )  # fmt: skip
 SMALL = dict(hidden_size=192, moe_intermediate_size=64, intermediate_size=128, shared_expert_intermediate_size=64)
-MODELS = {  # Name -> (family, changes of config.json, arguments of write_quantized and its `skip`).
+MODELS = {  # Name -> (family, changes of config.json, None or (method, options, further words of `skip`...)).
     **{name: (name, {}, None) for name in EXPERTS},
     "qwen3-moe in fp8": ("qwen3-moe", SMALL, ("fp8", {})),
     "qwen3-moe in int4": ("qwen3-moe", SMALL, ("pack-quantized", dict(group=32))),
@@ -148,8 +148,8 @@ def model(request, tmp_path_factory):
     else:  # The references read a checkpoint with the numbers that the quantized one represents.
         path, dense = folder / "quantized", write_tiny(folder / "dense", family, **changes)
         truth = write_quantized(path, method[0], ("lm_head", *method[2:]), family, changes, **method[1])
-        tensors, stored = (load_file(folder / "model.safetensors") for folder in (dense, path))
-        # All other tensors are numbers in bf16, as in published checkpoints.
+        tensors, stored = (load_file(checkpoint / "model.safetensors") for checkpoint in (dense, path))
+        # bf16 represents all other numbers exactly, as those of published checkpoints.
         others = {
             name: x.bfloat16().float() for name, x in tensors.items() if name.removesuffix(".weight") not in truth
         }
