@@ -13,7 +13,6 @@ from models import CUDA, DEVICE
 from quantized import write_quantized
 from safetensors.torch import load_file, save_file
 from test_parity import errors
-from util import relative_rms
 
 from tridecode import Engine, SamplingParams
 from tridecode.cli.bench.measure import running
@@ -119,8 +118,13 @@ class Reference:
 
 
 def all_errors(logits, routers, exact: Reference, expected, median) -> tuple[float, ...]:
-    """Return the errors of logits against `expected`, and of router logits against those of the last call of exact."""
-    return *errors(logits, expected, median), relative_rms(torch.cat(list(routers)), torch.cat(exact.logits))
+    """Return the errors of logits against `expected`, and of router logits against those of the last call of exact.
+
+    median: see `check_contract` of test_parity. It holds for routers too, which read the same activations.
+    """
+    routers, exact_routers = torch.cat(list(routers)), torch.cat(exact.logits)
+    _, error = errors(routers, exact_routers, median)
+    return *errors(logits, expected, median), error
 
 
 def check_choices(ids, logits, exact, name):
