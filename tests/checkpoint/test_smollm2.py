@@ -123,7 +123,8 @@ def test_greedy_answers(engine, reference):
 
 def test_token_ids(file):
     """The model splits digits first. Transformers does not, because it does not read the pre-tokenizer's name."""
-    transformers = pytest.importorskip("transformers")
+    # Version 5.17 encodes characters that the vocabulary lacks as <|endoftext|>.
+    transformers = pytest.importorskip("transformers", "5.20")
     from tokenizers import pre_tokenizers
 
     other = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).backend_tokenizer
