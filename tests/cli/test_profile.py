@@ -37,6 +37,7 @@ def roles_and_kernels(layers: int) -> tuple[list[str], list[str]]:
 
 
 ROLES, KERNELS = roles_and_kernels(3)
+LAUNCHES = [(role, [kernel]) for role, kernel in zip(ROLES, KERNELS)]
 
 
 def event(name, ts, dur, cat="kernel"):
@@ -108,16 +109,32 @@ def test_medians_over_steps_shares_and_gaps():
 @pytest.mark.parametrize(
     "change, words",
     [
-        (lambda steps: steps[:-1], r"recorded 71 activities in 4 steps, expected 72 \(18 a step\)"),
+        (lambda steps: steps[:-1], "recorded 71 activities in 4 steps, expected a multiple of 4"),
         (lambda steps: [], "recorded 0 activities"),
-        (lambda steps: steps + [Record("x", 1e6, 1e6 + 1)] * 4, "recorded 76 activities"),
-        (lambda steps: [steps[1], steps[0], *steps[2:]], "launch 1 of a step was '_matvec_kernel', expected '_embed_"),
+        (lambda steps: steps + [Record("x", 1e6, 1e6 + 1)] * 4, "recorded 19 activities in a step, expected 18"),
+        (lambda steps: steps[4:], "activity 1 of a step is '_matvec_kernel', expected _embed_kernel for embed"),
+        (lambda steps: steps[:68], "activity 18 of a step is missing, expected _greedy_kernel for greedy"),
     ],
 )
 def test_records_of_another_step_are_refused(change, words):
     found = change(records.read_records(step_trace(4, 3)))
     with pytest.raises(ProfileError, match=words):
-        split_steps(found, 4, KERNELS)
+        for step in split_steps(found, 4):
+            records.roles_of(step, LAUNCHES)
+
+
+def test_launches_may_omit_kernels():
+    launches = [("route", ["_route", "_choose"]), ("sort", ["_sort", "_count", "_place"]), ("down", ["_down"])]
+
+    def roles(*kernels):
+        return records.roles_of([Record(f"{kernel}_kernel", 0, 1) for kernel in kernels], launches)
+
+    assert roles("_route", "_sort", "_down") == ["route", "sort", "down"]
+    both = roles("_route", "_choose", "_count", "_place", "_down")
+    assert both == ["route", "route", "sort", "sort", "down"]
+    for kernels in (("_route", "_choose", "_down"), ("_sort", "_down"), ("_route", "_sort")):
+        with pytest.raises(ProfileError):
+            roles(*kernels)
 
 
 def test_prompt_chunks_start_at_their_first_kernel():
@@ -138,12 +155,13 @@ def test_prompt_chunks_start_at_their_first_kernel():
 
 def test_roles_and_kernels_match_the_launch_list():
     model = tiny_engine("torch", num_layers=3).model
-    assert command.roles_and_kernels(command.step_launches(model)) == (ROLES, KERNELS)
+    launches = command.step_launches(model)
+    assert [(launch.role, launch.kernels()) for launch in launches] == LAUNCHES
     recorder = Recorder()
     decode.decode_pass(recorder, model, "sample")
-    roles, kernels = command.roles_and_kernels(recorder.launches[-1:])
-    assert roles == ["sample"] * 5 and kernels[0] == "_process_kernel" and kernels[-1] == "_sample_kernel"
-    assert len(kernels) == 5, "a kernel has no role"
+    role, kernels = recorder.launches[-1].role, recorder.launches[-1].kernels()
+    assert role == "sample" and kernels[0] == "_process_kernel" and kernels[-1] == "_sample_kernel"
+    assert len(kernels) == 5
 
 
 def test_bytes_match_the_matrices(monkeypatch):
@@ -269,8 +287,9 @@ def test_passes_with_adapters_have_their_launches_and_bytes(monkeypatch, capsys)
     engine = tiny_engine("torch", build=dict(slots=4, adapter_memory=0.01, max_rank=16))
     engine.model.pool.fill(16)
     made, passes = [], []
-    roles, kernels = command.roles_and_kernels(command.step_launches(engine.model.with_adapters(), 4))
-    assert roles[0] == "adapters" and kernels.count("_shrink_kernel") == 4 * engine.config.num_layers
+    launches = command.step_launches(engine.model.with_adapters(), 4)
+    kernels = [kernel for launch in launches for kernel in launch.kernels()]
+    assert launches[0].role == "adapters" and kernels.count("_shrink_kernel") == 4 * engine.config.num_layers
     events = [event(kernel, 10 * i, 8) for i, kernel in enumerate(kernels * (command.STEPS + command.DROPPED))]
     chunk = {"traceEvents": [event("k", 10 * i, 8) for i in range(7)]}
 

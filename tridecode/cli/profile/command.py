@@ -32,7 +32,17 @@ from ..bench.rows import print_table
 from ..terminal import Output, counted
 from . import draw
 from .experts import experts
-from .records import Span, chained, read_records, record_on_gpu, separate_spans, split_steps, summarize, typical
+from .records import (
+    Span,
+    chained,
+    read_records,
+    record_on_gpu,
+    roles_of,
+    separate_spans,
+    split_steps,
+    summarize,
+    typical,
+)
 
 STEPS, DROPPED = 20, 4  # Number of recorded decode passes that count, and of those before them that do not count.
 CHUNKS, DROPPED_CHUNKS = 5, 2
@@ -117,8 +127,10 @@ def decode_trace(engine: Engine, context: int, rows: int = 1, adapters: int = 0)
 
 def decode_spans(trace: dict, model: DecodeModel, rows: int = 1) -> list[list[Span]]:
     """Return the spans of the counted decode passes, each with its role."""
-    roles, kernels = roles_and_kernels(step_launches(model, rows))
-    return chained(split_steps(read_records(trace), DROPPED + STEPS, kernels), roles, DROPPED)
+    launches = [(launch.role, launch.kernels()) for launch in step_launches(model, rows)]
+    steps = split_steps(read_records(trace), DROPPED + STEPS)
+    roles, *_ = [roles_of(step, launches) for step in steps]
+    return chained(steps, roles, DROPPED)
 
 
 def prefill_trace(model: DecodeModel, tokens: int) -> dict:
@@ -194,12 +206,6 @@ def prompt_launches(model: DecodeModel, tokens: int) -> list[Launch]:
         write_chunks(model, [Chunk(0, 0, tokens, 0)])
         read(recorder, model, tokens)
     return recorder.launches
-
-
-def roles_and_kernels(launches: Iterable[Launch]) -> tuple[list[str], list[str]]:
-    """Return the role and the name of each kernel of the launches, in order."""
-    pairs = [(launch.role, kernel) for launch in launches for kernel in launch.kernels()]
-    return [role for role, _ in pairs], [kernel for _, kernel in pairs]
 
 
 def bytes_by_role(launches: Iterable[Launch]) -> dict[str, float]:

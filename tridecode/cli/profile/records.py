@@ -81,22 +81,37 @@ def read_records(trace: dict, categories: Sequence[str] = ACTIVITIES) -> list[Re
     return sorted(records, key=lambda record: (record.start, record.end))
 
 
-def split_steps(records: Sequence[Record], steps: int, kernels: Sequence[str] | None = None) -> list[list[Record]]:
-    """Split records into `steps` equal steps. `kernels` are the expected prefixes of the names in a step.
-
-    Raises ProfileError if the number of records or a name differs.
-    """
+def split_steps(records: Sequence[Record], steps: int) -> list[list[Record]]:
+    """Split records into `steps` equal steps. Raises ProfileError if that is not possible."""
     size, rest = divmod(len(records), steps)
-    expected = size if kernels is None else len(kernels)
-    if rest or size != expected or not size:
-        numbers = f"a multiple of {steps}" if kernels is None else f"{steps * expected} ({expected} a step)"
-        raise ProfileError(f"the GPU recorded {len(records)} activities in {steps} steps, expected {numbers}")
-    split = [list(records[at : at + size]) for at in range(0, len(records), size)]
-    for step in split:
-        for place, (record, kernel) in enumerate(zip(step, kernels or ())):
-            if not record.name.startswith(kernel):
-                raise ProfileError(f"launch {place + 1} of a step was {record.name!r}, expected {kernel!r}")
-    return split
+    if rest or not size:
+        raise ProfileError(
+            f"the GPU recorded {len(records)} activities in {steps} steps, expected a multiple of {steps}"
+        )
+    return [list(records[at : at + size]) for at in range(0, len(records), size)]
+
+
+def roles_of(step: Sequence[Record], launches: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
+    """Return the role of each record of a step.
+
+    Args:
+        launches: the role of each launch, and the kernels that it may run, in order. It runs at least one of them.
+
+    Raises:
+        ProfileError: the step has other kernels.
+    """
+    roles: list[str] = []
+    for role, kernels in launches:
+        place = len(roles)
+        for kernel in kernels:
+            if len(roles) < len(step) and step[len(roles)].name.startswith(kernel):
+                roles.append(role)
+        if len(roles) == place:
+            found = repr(step[place].name) if place < len(step) else "missing"
+            raise ProfileError(f"activity {place + 1} of a step is {found}, expected {' or '.join(kernels)} for {role}")
+    if len(roles) < len(step):
+        raise ProfileError(f"the GPU recorded {len(step)} activities in a step, expected {len(roles)}")
+    return roles
 
 
 def attribute(step: Sequence[Record], ops: Sequence[str], before: float) -> list[Span]:
