@@ -56,6 +56,7 @@ from tridecode.kernels.linear.matmul_groups import _matmul_groups_kernel
 from tridecode.kernels.linear.matmul_ring import _matmul_ring_kernel
 from tridecode.kernels.linear.matmul_wide import WideConfig
 from tridecode.kernels.linear.registry import kernel_named
+from tridecode.kernels.moe.expert_groups import _down_groups_kernel, _gate_up_groups_kernel
 from tridecode.kernels.moe.expert_rows import _down_rows_kernel
 from tridecode.kernels.take_residual import take_residual
 from tridecode.models.presets import PRESETS
@@ -242,6 +243,13 @@ OTHERS = {
 }  # fmt: skip
 
 
+# Models that contain each number type that the kernels of small groups read, apart from int8.
+GROUPS = {
+    "qwen3-0.6b_q4_k_m": (_matmul_groups_kernel,),
+    "qwen3-30b-a3b_q4_k_m": (_gate_up_groups_kernel, _down_groups_kernel),
+}
+
+
 def model_named(name: str) -> tuple[ModelSpec, torch.dtype]:
     """Return the model of a name with suffixes, and the dtype of its activations."""
     name, fp8_kv = re.subn("_kv8$", "", name)
@@ -350,9 +358,11 @@ def run_all(name: str, gpu: Device) -> None:
                 decode.decode_pass(launcher(model), model.for_queries(requests, queries), kind)
         row_by_row = replace(model.for_queries(4, 4), fixed_chunk=256)  # The batch-invariant mode uses this config.
         decode.decode_pass(launcher(model), row_by_row, "greedy")
-    if quantized:  # It contains each number type that matmul_groups reads, apart from int8.
-        one = meta_model("qwen3-0.6b_q4_k_m", gpu).for_rows(1)
-        decode.decode_pass(partial(launch_only, _matmul_groups_kernel, launcher(one)), one, "greedy")
+    if quantized:
+        for groups, kernels_of_groups in GROUPS.items():
+            one = meta_model(groups, gpu).for_rows(1)
+            for kernel in kernels_of_groups:
+                decode.decode_pass(partial(launch_only, kernel, launcher(one)), one, "greedy")
     if quantized and hopper:
         for ring in RINGS:  # RINGS contains each number type that the ring kernel reads.
             one = meta_model(ring, gpu).for_rows(1)

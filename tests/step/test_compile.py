@@ -21,9 +21,8 @@ FOLDER = Path(kernels.__path__[0])
 PROMPTS = {f"_{name}_kernel" for name in ("prompt_attention", "prompt_splits", "prompt_attention_hopper", "expand_kv")}
 HOPPER = {"_matmul_hopper_kernel", "_matmul_ring_kernel", "_expert_ring_kernel", *PROMPTS}
 # Kernels that only quantized models launch.
-OF_QUANTIZED = {
-    f"_{name}_kernel" for name in ("dequantize", "matmul_groups", "expert_packed", "down_packed", "prompt_packed")
-}
+NAMES = "dequantize matmul_groups gate_up_groups down_groups expert_packed down_packed prompt_packed"
+OF_QUANTIZED = {f"_{name}_kernel" for name in NAMES.split()}
 KERNELS = set(re.findall(r"^def (_\w+_kernel)\(", "".join(file.read_text() for file in FOLDER.rglob("*.py")), re.M))
 QUANTIZED = "qwen3-0.6b_int4"  # The LM head of this model is e4m3.
 HYBRID = "qwen3.5-0.8b"

@@ -16,7 +16,7 @@ class Op:
             the launcher takes them.
         ref: ref(*args) computes the same in torch.
         bytes: bytes(*args) returns the bytes that a launch moves.
-        kernels: The kernels, in order, of which a launch runs at least one. Empty if torch launches its own.
+        kernels: Kernels in order. A launch runs at least one of them. Empty if torch launches its own.
         outputs: Names of the output arguments that an engine without a workspace would allocate. A dotted name is a
             field of an argument. It counts only if the argument has all fields that `outputs` lists for it. For
             example, `sumsq` is an output of AddResidual, which also has `normed`, and an input of Normed.

@@ -4,9 +4,11 @@ from dataclasses import replace
 from functools import cache
 
 from ..kernels.device import Device
+from ..kernels.linear.matmul_groups import multiplies
 from ..kernels.linear.packed import Packed
 from ..kernels.moe.arguments import ExpertSizes
 from ..kernels.moe.config import AnyRows, AnyTiles, ExpertsConfig
+from ..kernels.moe.expert_groups import ExpertGroupsConfig, down_multiplies
 from ..kernels.moe.expert_packed import PackedTilesConfig
 from ..kernels.moe.expert_ring import RING_PAIRS, RingTilesConfig, activation_bytes, ring_supports
 from ..kernels.moe.expert_rows import RowsConfig
@@ -22,6 +24,8 @@ FEW = 6  # Expected number of pairs of an expert, up to which a tile of 16 pairs
 FULL = 4  # Expected number of pairs of an expert, up to which a tile of eight pairs rarely overflows.
 RING_REGISTERS = 168  # Minimum number of registers of a thread of expert_ring: with fewer, it stores data in memory.
 MAX_STEPS = 24  # Steps of two rows of dense weights that the registers of a program hold.
+DOWN_WARPS = 8  # Warps of a program of expert_groups for down. Each multiplies whole rows of an expert.
+MAX_BITS = 9216  # Bits of a row of all experts of such a warp, up to which its registers hold 16 rows.
 RESERVED = 2**12  # Bytes of shared memory that a program needs besides its stages.
 
 
@@ -75,6 +79,9 @@ def _gate_up_rows(packed: Packed | None) -> AnyRows:
     """Choose the launch config of gate_up without sorted pairs. All its loads are in flight at a time."""
     if packed is None:
         return RowsConfig(2, num_warps=4)
+    if multiplies(packed):
+        # With 80 registers, six programs of four warps run on a multiprocessor.
+        return ExpertGroupsConfig(4 if packed.k <= 2560 else 8, registers=80 if packed.k <= 2048 else 0)
     if packed.k > 2560:
         return PackedRowsConfig(16, num_warps=8)
     block_n = 32 if _loads(packed, 4) <= 4 and _is_simple(packed) else 16
@@ -91,6 +98,8 @@ def _down_rows(packed: Packed | None, sizes: ExpertSizes) -> AnyRows | None:
         steps = {warps: sizes.used * -(-sizes.intermediate // (256 * warps)) for warps in (1, 2, 4, 8)}
         warps = next((warps for warps in steps if steps[warps] <= MAX_STEPS), None)
         return None if warps is None else RowsConfig(2, warps)
+    if down_multiplies(packed) and -(-sizes.used // DOWN_WARPS) * packed.k * packed.bits <= MAX_BITS:
+        return ExpertGroupsConfig(DOWN_WARPS)
     warps = next((warps for warps in (8, 16) if _loads(packed, warps, sizes.used) <= 96 // warps), None)
     if warps is None:
         return None

@@ -14,6 +14,7 @@ from tridecode.kernels.linear.project import AddResidual, Gated, Normed
 from tridecode.kernels.linear.weight import LoadedLinear
 from tridecode.kernels.moe.arguments import ExpertSizes
 from tridecode.kernels.moe.config import OPS, AnyRows, AnyTiles
+from tridecode.kernels.moe.expert_groups import ExpertGroupsConfig
 from tridecode.kernels.moe.expert_packed import PackedTilesConfig
 from tridecode.kernels.moe.expert_ring import RingTilesConfig
 from tridecode.kernels.moe.expert_weight import PackedRowsConfig
@@ -35,6 +36,10 @@ MODELS = {  # These have fewer experts than the models, so that several test pro
 RING_SIZES = {  # Eight warps cannot share some of their tiles equally.
     "ring, shared": (ExpertSizes(3, 2, 768, shared=True), 1536),
     "ring, wide": (ExpertSizes(2, 1, 768), 2304),
+}
+GROUPS_SIZES = {  # Two and four warps cannot share three experts equally.
+    "groups, shared": (ExpertSizes(3, 2, 256, shared=True), 256),
+    "groups, wide": (ExpertSizes(2, 1, 512), 256),
 }
 RINGS = {
     "two warps": RingTilesConfig(2, 1, 2, 3),
@@ -62,7 +67,7 @@ ROUNDED = TOLERANCE + (5e-3 if CUDA else 8e-3)
 
 def sizes_of(scheme: str, name: str) -> tuple[ExpertSizes, int]:
     """Return sizes of SIZES, RING_SIZES or MODELS, with widths that the scheme can have."""
-    sizes, hidden = (SIZES | RING_SIZES | MODELS)[name]
+    sizes, hidden = (SIZES | RING_SIZES | GROUPS_SIZES | MODELS)[name]
     return sizes._replace(intermediate=width_of(scheme, sizes.intermediate)), width_of(scheme, hidden)
 
 
@@ -76,6 +81,8 @@ def weights(scheme: str, name: str) -> tuple[LoadedLinear, LoadedLinear]:
 def tolerance_of(linear: LoadedLinear, config) -> float:
     """Return the tolerance of a product, which depends on whether weights are rounded."""
     description = linear.packed
+    if isinstance(config, ExpertGroupsConfig):
+        return TOLERANCE
     grouped = description.group < description.k
     if isinstance(config, PackedPromptConfig):
         return ROUNDED if grouped else TOLERANCE
@@ -124,6 +131,14 @@ def check_tiles(scheme: str, name: str, rows: int, prompt: bool, *configs: AnyTi
     out = poisoned(rows, sizes.used * hidden, dtype=torch.bfloat16 if prompt else torch.float32)
     tolerance = tolerance_of(down, down_config)
     check_op(OPS[type(down_config)].down, (act, down, tiles, routes, out, sizes), dict(config=down_config), tolerance)
+
+
+@pytest.mark.parametrize("scheme", GGUF_SCHEMES)
+@pytest.mark.parametrize(
+    "name, rows, warps", [("groups, shared", 3, 2), ("groups, wide", 1, 4), ("groups, shared", 1, 1)]
+)
+def test_groups_match_the_reference(scheme, name, rows, warps):
+    check_rows(scheme, name, rows, ExpertGroupsConfig(warps))
 
 
 @EVERY_SCHEME

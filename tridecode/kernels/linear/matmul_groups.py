@@ -47,14 +47,13 @@ def _load_bits(ptrs, at, mask, BYTES: tl.constexpr):
 
 
 @triton.jit
-def _load_numbers(T: tl.constexpr, weight, rows, column):
-    """Load the numbers of two adjacent groups of the rows, the first of which begins at `column`.
+def load_numbers(T: tl.constexpr, weight, rows, column, mask):
+    """Load the numbers of two adjacent groups of the rows, the first of which begins at `column`, where mask is true.
 
     Returns:
         A tuple of int32 [WARPS * 32]. The first are the bits of both scales. The second are the bits of both minimums,
         or of the one that the groups share. The third are the factor of the scales and then that of the minimums.
     """
-    mask = (rows < T.N * (1 + T.GATED)) & (column < T.K)
     scales = _load_bits(weight.scale_ptr + rows * T.GROUPS, column // (2 * T.GROUP), mask, 2 * T.SIZE)
     minimums, factors = scales, scales
     if T.MINIMUMS:
@@ -75,11 +74,13 @@ def _load_span(T: tl.constexpr, weight, pid, span: tl.constexpr):
     column = (own // T.STEP * T.WARPS + lane // 32) * T.STEP + own % T.STEP
     row = pid * T.OUT_N + lane % 32 // 4
     second = row + (T.N if T.GATED else 8)
-    return (_load_numbers(T, weight, row, column), _load_numbers(T, weight, second, column))
+    mask = (row < T.N * (1 + T.GATED)) & (column < T.K)
+    mask_second = (second < T.N * (1 + T.GATED)) & (column < T.K)
+    return (load_numbers(T, weight, row, column, mask), load_numbers(T, weight, second, column, mask_second))
 
 
 @triton.jit
-def _load_tile(T: tl.constexpr, weight, block, pid, c: tl.constexpr):
+def load_tile_of_groups(T: tl.constexpr, weight, block, pid, c: tl.constexpr):
     """Load the warps' tiles c of the weight, and the spans of groups that begin in these tiles, as two tuples."""
     spans = ()
     for span in tl.static_range((c * T.STEP + T.SPAN - 1) // T.SPAN, ((c + 1) * T.STEP + T.SPAN - 1) // T.SPAN):
@@ -110,7 +111,7 @@ def _scales(T: tl.constexpr, span, MINIMUM: tl.constexpr):
 
 
 @triton.jit
-def _load_x(T: tl.constexpr, x_ptr, span: tl.constexpr):
+def load_x_of_groups(T: tl.constexpr, x_ptr, span: tl.constexpr):
     """Load the activations of a span, [WARPS * 8, 32]. A line has the columns of its group, and otherwise zeros."""
     line, warp = places(T.WARPS, 8)
     column = tl.arange(0, 32)[None, :]
@@ -126,6 +127,60 @@ def _load_x(T: tl.constexpr, x_ptr, span: tl.constexpr):
 def _columns(T: tl.constexpr, pairs, TYPE: tl.constexpr):
     """Return activations as the second operand of a product, [WARPS, 32, 8]."""
     return tl.permute(operand(joined_pairs(pairs), T.WARPS, 8, True), (0, 2, 1)).to(TYPE)
+
+
+@triton.jit
+def no_groups(T: tl.constexpr, x, FORM: tl.constexpr, DOT_FP32: tl.constexpr):
+    """Return the first state of `add_groups`: the sums, those of a span, those of its activations, and these.
+
+    The sums are fp32 [WARPS, 16, 8]. The caller adds their columns, and multiplies them by `factor`.
+
+    Args:
+        x: the activations of the first span.
+    """
+    zeros = tl.zeros([T.WARPS, 16, 8], tl.float32)
+    return (zeros, zeros, zeros, raised_pairs(x, FORM, DOT_FP32))
+
+
+@triton.jit
+def add_groups(
+    T: tl.constexpr, state, words, spans, xs, c: tl.constexpr, END: tl.constexpr, FORM: tl.constexpr,
+    MINIMUMS: tl.constexpr, TYPE: tl.constexpr, DOT_FP32: tl.constexpr,
+):  # fmt: skip
+    """Add the products of the warps' tiles c.
+
+    Args:
+        state: see `no_groups`.
+        words: the tiles, see `load_words`.
+        spans, xs: the numbers and the activations of all spans until these tiles.
+        END: number of parts of all tiles.
+    """
+    RAISED: tl.constexpr = FORM == "int4"
+    if RAISED:
+        ones = -zero_operand(True, T.WARPS, 16, DOT_FP32).to(TYPE)
+    else:
+        ones = tl.full([T.WARPS, 16, 32], 1 / factor(FORM), TYPE)
+    zeros = tl.zeros([T.WARPS, 16, 8], tl.float32)
+    line, _ = places(T.WARPS, 8)
+    part_of_line = (line * T.GROUP // 32)[:, :, None]
+    acc, sums, x_sums, x = state[0], state[1], state[2], state[3]
+    for part in tl.static_range(T.PARTS):
+        if (c * T.PARTS + part) % T.SPAN_PARTS == 0:
+            x = raised_pairs(xs[(c * T.PARTS + part) // T.SPAN_PARTS], FORM, DOT_FP32)
+            if MINIMUMS or RAISED:
+                x_sums = tl.dot(ones, _columns(T, x, TYPE), zeros, input_precision="ieee")
+            sums = zeros
+        tile = operand(unpack(words, 0, part, FORM, False, DOT_FP32, RAISED), T.WARPS, 16, True).to(TYPE)
+        own = masked_pairs(x, part_of_line == (c * T.PARTS + part) % T.SPAN_PARTS, DOT_FP32)
+        sums = tl.dot(tile, _columns(T, own, TYPE), sums, input_precision="ieee")
+        if (c * T.PARTS + part + 1) % T.SPAN_PARTS == 0 or c * T.PARTS + part + 1 == END:
+            span = spans[(c * T.PARTS + part) // T.SPAN_PARTS]
+            if RAISED and not MINIMUMS:
+                sums -= x_sums * 8  # The zero point.
+            acc += sums * _scales(T, span, 0)
+            if MINIMUMS:
+                acc -= x_sums * _scales(T, span, 1)
+    return (acc, sums, x_sums, x)
 
 
 @triton.jit(do_not_specialize=["n_sumsq"])  # n_sumsq depends on the launch config of the previous kernel.
@@ -150,7 +205,6 @@ def _matmul_groups_kernel(
     if PDL:
         gdc_launch_dependents()
     NORMED: tl.constexpr = EPILOGUE == "normed" or EPILOGUE == "gated"
-    RAISED: tl.constexpr = FORM == "int4"
     TYPE: tl.constexpr = tl.float32 if DOT_FP32 else x_ptr.dtype.element_ty
     T: tl.constexpr = tiling(
         N, K, FORM, GROUP, 1, scale_ptr.dtype.element_ty, False, MINIMUMS, OVER, ROUNDS=False,
@@ -160,7 +214,7 @@ def _matmul_groups_kernel(
     block = block_of_rows(T, weight, pid)
     w, spans = (), ()
     for c in tl.static_range(AHEAD):
-        loaded = _load_tile(T, weight, block, pid, c)
+        loaded = load_tile_of_groups(T, weight, block, pid, c)
         w, spans = w + loaded[0], spans + loaded[1]
     status = tl.load(meta_ptr + STATUS)
     offs_n = pid * T.OUT_N + tl.arange(0, T.OUT_N)
@@ -170,7 +224,7 @@ def _matmul_groups_kernel(
         gdc_wait()
     xs = ()
     for span in tl.static_range(T.SPANS):
-        xs += (_load_x(T, x_ptr, span),)
+        xs += (load_x_of_groups(T, x_ptr, span),)
     if EPILOGUE == "residual":
         residual = tl.load(out_ptr + offs_n, mask=mask_n, other=0.0)
     if NORMED:
@@ -178,37 +232,15 @@ def _matmul_groups_kernel(
     tl.debug_barrier()  # Otherwise the compiler moves loads of activations behind products.
     if status != RUN:
         return
-    if RAISED:
-        ones = -zero_operand(True, WARPS, 16, DOT_FP32).to(TYPE)
-    else:
-        ones = tl.full([WARPS, 16, 32], 1 / factor(FORM), TYPE)
-    zeros = tl.zeros([WARPS, 16, 8], tl.float32)
-    line, _ = places(WARPS, 8)
-    part_of_line = (line * GROUP // 32)[:, :, None]
-    acc, sums, x_sums, x = zeros, zeros, zeros, raised_pairs(xs[0], FORM, DOT_FP32)
+    state = no_groups(T, xs[0], FORM, DOT_FP32)
     for c in tl.static_range(T.CHUNKS):
-        for part in tl.static_range(T.PARTS):
-            if (c * T.PARTS + part) % T.SPAN_PARTS == 0:
-                x = raised_pairs(xs[(c * T.PARTS + part) // T.SPAN_PARTS], FORM, DOT_FP32)
-                if MINIMUMS or RAISED:
-                    x_sums = tl.dot(ones, _columns(T, x, TYPE), zeros, input_precision="ieee")
-                sums = zeros
-            words = w[c * T.PIECES : (c + 1) * T.PIECES]
-            tile = operand(unpack(words, 0, part, FORM, False, DOT_FP32, RAISED), WARPS, 16, True).to(TYPE)
-            own = masked_pairs(x, part_of_line == (c * T.PARTS + part) % T.SPAN_PARTS, DOT_FP32)
-            columns = _columns(T, own, TYPE)
-            sums = tl.dot(tile, columns, sums, input_precision="ieee")
-            if (c * T.PARTS + part + 1) % T.SPAN_PARTS == 0 or c * T.PARTS + part + 1 == T.X_TILES:
-                span = spans[(c * T.PARTS + part) // T.SPAN_PARTS]
-                if RAISED and not MINIMUMS:
-                    sums -= x_sums * 8  # The zero point.
-                acc += sums * _scales(T, span, 0)
-                if MINIMUMS:
-                    acc -= x_sums * _scales(T, span, 1)
+        words = w[c * T.PIECES : (c + 1) * T.PIECES]
+        state = add_groups(T, state, words, spans, xs, c, T.X_TILES, FORM, MINIMUMS, TYPE, DOT_FP32)
         if c + AHEAD < T.CHUNKS:
-            loaded = _load_tile(T, weight, block, pid, c + AHEAD)
+            loaded = load_tile_of_groups(T, weight, block, pid, c + AHEAD)
             w, spans = w + loaded[0], spans + loaded[1]
-    y = tl.sum(tl.sum(acc, 0), 1) * factor(FORM, RAISED)
+    acc = state[0]
+    y = tl.sum(tl.sum(acc, 0), 1) * factor(FORM, FORM == "int4")
     if NORMED:
         y = y * norm_scale(tl.sum(partials, 0), K, eps)
     if EPILOGUE == "gated":

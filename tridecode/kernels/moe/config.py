@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from ..op import Op
 from .down_packed import DOWN_PACKED_ROWS
+from .expert_groups import DOWN_GROUPS, GATE_UP_GROUPS, ExpertGroupsConfig
 from .expert_packed import DOWN_PACKED_TILES, GATE_UP_PACKED_ROWS, GATE_UP_PACKED_TILES, PackedTilesConfig
 from .expert_ring import DOWN_RING, GATE_UP_RING, RingTilesConfig
 from .expert_rows import DOWN_ROWS, GATE_UP_ROWS, RowsConfig
@@ -12,7 +13,7 @@ from .expert_weight import PackedRowsConfig
 from .prompt_packed import DOWN_PACKED_PROMPT, GATE_UP_PACKED_PROMPT, PackedPromptConfig
 from .route import RouteConfig
 
-AnyRows = RowsConfig | PackedRowsConfig
+AnyRows = RowsConfig | PackedRowsConfig | ExpertGroupsConfig
 AnyTiles = TilesConfig | PackedTilesConfig | RingTilesConfig | PackedPromptConfig
 
 
@@ -27,6 +28,7 @@ OPS: dict[type, ExpertOps] = {
     RowsConfig: ExpertOps(GATE_UP_ROWS, DOWN_ROWS),
     TilesConfig: ExpertOps(GATE_UP_TILES, DOWN_TILES),
     PackedRowsConfig: ExpertOps(GATE_UP_PACKED_ROWS, DOWN_PACKED_ROWS),
+    ExpertGroupsConfig: ExpertOps(GATE_UP_GROUPS, DOWN_GROUPS),
     PackedTilesConfig: ExpertOps(GATE_UP_PACKED_TILES, DOWN_PACKED_TILES),
     RingTilesConfig: ExpertOps(GATE_UP_RING, DOWN_RING),
     PackedPromptConfig: ExpertOps(GATE_UP_PACKED_PROMPT, DOWN_PACKED_PROMPT),
