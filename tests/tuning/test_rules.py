@@ -140,6 +140,17 @@ def test_programs_that_share_columns_fill_the_gpu(model):
             assert programs >= 96 and part.k >= 8 * config.block_k * config.split
 
 
+@EVERY_MODEL
+def test_programs_of_64_rows_that_share_columns_run_at_the_same_time(model):
+    for part in cases_of(model).values():
+        config = choose(part, 64, H200).config
+        if isinstance(config, HopperConfig) and part.epilogue == "residual":
+            programs = -(-part.n // config.block_n) * config.split
+            nbytes = 2 * config.block_k * (config.stages * config.block_n + config.x_stages * 64)
+            assert config.x_stages == config.stages
+            assert 64 <= programs <= H200.multiprocessors * (H200.shared_memory_each // (nbytes + 2048))
+
+
 # LM heads
 
 

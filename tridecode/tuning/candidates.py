@@ -40,7 +40,10 @@ MAX_TILES = 40  # Maximum tiles of a wide program, which are unrolled. With more
 WIDE = ((128, 2, 1), (128, 2, 2), (128, 3, 1), (128, 3, 2), (128, 4, 3), (64, 3, 1), (64, 4, 2), (64, 6, 3))
 STAGES = (2, 3, 4, 6, 8)
 # hopper: (rows of a tile, columns of a tile, tiles of the weights in flight, tiles of the activations in flight).
-HOPPER = ((64, 128, 4, 4), (64, 128, 4, 2), (64, 64, 8, 4), (128, 64, 4, 4), (128, 64, 5, 3))
+HOPPER = (
+    (64, 128, 5, 5), (64, 128, 4, 4), (64, 128, 3, 3), (64, 128, 4, 2), (64, 64, 8, 6), (64, 64, 8, 4),
+    (128, 64, 4, 4), (128, 64, 5, 3),
+)  # fmt: skip
 HOPPER_ONE = ((128, 128, 5, 5), (128, 64, 8, 6))  # Tiles for one program per multiprocessor.
 # matmul of packed tensors: (block_n, num_warps, ahead, x_ahead, registers, programs per multiprocessor, fetch).
 # The first configs are the most promising ones, and differ most from each other.
@@ -193,7 +196,9 @@ def wide_candidates(case: Case, rows: int, device: Device) -> Iterable[WideConfi
 
 
 def hopper_candidates(case: Case, rows: int, device: Device) -> Iterable[HopperConfig]:
-    """Yield configs with which two programs fit on a multiprocessor. With few outputs, programs share the columns.
+    """Yield configs with which all programs, or at least two, fit on a multiprocessor.
+
+    With few outputs, programs share the columns.
 
     For an LM head, also yield configs with one program per multiprocessor, which computes several tiles in turn.
     """
@@ -205,7 +210,10 @@ def hopper_candidates(case: Case, rows: int, device: Device) -> Iterable[HopperC
     ways = [(1, 0), (1, 1)] if head or case.epilogue == "gated" else [(split, 0) for split in (1, 2, 3, 4)]
     for tile, (split, lag) in product(HOPPER, ways):
         block_n, block_k, stages, _ = tile
-        if 2 * (_hopper_bytes(*tile, rows) + 2048) <= memory and stages * block_k * split <= case.k:
+        # Programs of a multiprocessor, and how many of them its shared memory holds.
+        each = -(-case.n // block_n * split // device.multiprocessors)
+        fit = device.shared_memory_each // (_hopper_bytes(*tile, rows) + 2048)
+        if min(each, 2) <= fit and stages * block_k * split <= case.k:
             yield HopperConfig(*tile, split, num_warps=warps, lag=lag)
             few = 8 if block_n * rows > 64 * 64 else 4
             yield HopperConfig(*tile, split, num_warps=few, lag=lag, producer=1, registers=80)

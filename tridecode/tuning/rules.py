@@ -85,11 +85,13 @@ def ring_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> R
 
 
 def groups_rule(case: Case, rows: int, device: Device, batch_invariant: bool) -> GroupsConfig | None:
-    """Choose for one row. Few tiles are in flight, because registers limit the number of programs."""
+    """Choose for one row. Few tiles are in flight if registers limit the number of programs."""
     assert case.packed is not None
     if batch_invariant:
         return None
     wide, bits = case.k > 8192, case.packed.bits
+    if not wide and case.n <= 16 * device.multiprocessors:  # A multiprocessor has at most one program.
+        return GroupsConfig(4, 2 if bits == 6 else 2 * bits)
     ahead = 1 if bits == 6 else (3 if wide else 4) * bits // 4
     return GroupsConfig(8 if wide else 4, ahead, 128)
 
@@ -132,15 +134,35 @@ def hopper_rule(case: Case, rows: int, device: Device, batch_invariant: bool) ->
         config = HopperConfig(64, 128, 4, 4, split=split)
     if rows <= 32:
         return config
-    if batch_invariant:
+    if batch_invariant and (config.programs or case.epilogue == "gated"):
         return replace(config, x_stages=2, num_warps=8, registers=88 if config.producer else config.registers)
     if config.programs:
         return replace(config, block_k=64, stages=8, x_stages=6, num_warps=8, registers=88)
     if case.epilogue == "gated":
         return replace(config, num_warps=8, producer=1, registers=80)
-    if config.split == 1:
-        return HopperConfig(64, 64, 8, 4, producer=1, registers=80)
-    return replace(config, x_stages=2, num_warps=8)
+    return _hopper_of_many_rows(case, device, config.split if batch_invariant else 0)
+
+
+def _hopper_of_many_rows(case: Case, device: Device, split: int) -> HopperConfig:
+    """Return a config for 33 to 64 rows.
+
+    A tile of the activations is as large as a tile of the weight, so as many of them are in flight.
+
+    Args:
+        split: number of programs that share the columns; 0 chooses it.
+    """
+    tiles, programs = -(-case.n // 64), device.multiprocessors
+    if not split:
+        most = max(case.k // 1536, 1)
+        split = min(max(programs // tiles, 1), most)
+        if 10 * tiles * split < 7 * programs:  # Too few multiprocessors have a program, so some get two.
+            split = min(2 * programs // tiles, most)
+    if tiles * split <= programs:
+        stages = 5 if case.epilogue == "residual" else 4
+        return HopperConfig(64, 128, stages, stages, split, num_warps=8, producer=1, registers=80)
+    if split > 1:
+        return HopperConfig(64, 128, 3, 3, split, num_warps=8)
+    return HopperConfig(64, 64, 8, 4, producer=1, registers=80)
 
 
 def _packed_hopper(case: Case, packed: Packed, rows: int, device: Device) -> HopperConfig:
