@@ -84,10 +84,10 @@ def _gate_up_groups_kernel(
     )  # fmt: skip
     pid, row = tl.program_id(0), tl.program_id(2)
     pair = row * USED + tl.program_id(1)
+    status = tl.load(meta_ptr + row * META_WIDTH + STATUS)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    status = tl.load(meta_ptr + row * META_WIDTH + STATUS)
     if status != RUN:
         return
     experts = Weight(weight_ptr, scale_ptr, scale_ptr, minimum_ptr, over_ptr)
