@@ -107,8 +107,8 @@ def roles_of(step: Sequence[Record], launches: Sequence[tuple[str, Sequence[str]
             if len(roles) < len(step) and step[len(roles)].name.startswith(kernel):
                 roles.append(role)
         if len(roles) == place:
-            found = repr(step[place].name) if place < len(step) else "missing"
-            raise ProfileError(f"activity {place + 1} of a step is {found}, expected {' or '.join(kernels)} for {role}")
+            name, expected = repr(step[place].name) if place < len(step) else "missing", " or ".join(kernels)
+            raise ProfileError(f"activity {place + 1} of a step is {name}, expected {expected} for {role}")
     if len(roles) < len(step):
         raise ProfileError(f"the GPU recorded {len(step)} activities in a step, expected {len(roles)}")
     return roles
