@@ -256,15 +256,25 @@ def matmul_groups(meta, x, linear, out, epilogue, scratch=None, *, config, pdl=F
     rows, N = out.shape
     if rows != 1 or linear.packed is None or not multiplies(linear.packed):
         raise ValueError(f"matmul_groups does not support {rows} rows with {linear.packed or linear.weight.dtype}")
-    arguments = linear.arguments(out)
-    for name in ("zero_ptr", "order_ptr", "SCALE_ROWS", "ZEROS", "ORDERED"):
-        del arguments[name]
     tiles = cdiv(linear.in_features, linear.packed.tile * config.num_warps)  # Tiles of a row for each warp.
     _matmul_groups_kernel[(config.grid(linear.out_features)[0],)](
-        meta, x, **arguments, **epilogue_arguments(linear, out, epilogue), N=N, WARPS=config.num_warps,
-        AHEAD=min(config.ahead, tiles), PDL=pdl, DOT_FP32=interpreted(),
+        meta, x, **weight_arguments(linear, out), **epilogue_arguments(linear, out, epilogue), N=N,
+        WARPS=config.num_warps, AHEAD=min(config.ahead, tiles), PDL=pdl, DOT_FP32=interpreted(),
         **options(config.num_warps, pdl, config.registers),
     )  # fmt: skip
+
+
+def weight_arguments(linear, placeholder) -> dict:
+    """Return the arguments of the kernels that describe the weight. The kernels read neither zero points nor an order.
+
+    Args:
+        linear: the LoadedLinear.
+        placeholder: a tensor that replaces those that the weight does not have.
+    """
+    arguments = linear.arguments(placeholder)
+    for name in ("zero_ptr", "order_ptr", "SCALE_ROWS", "ZEROS", "ORDERED"):
+        del arguments[name]
+    return arguments
 
 
 def multiplies(packed: Packed) -> bool:

@@ -28,6 +28,7 @@ from ..linear.matmul_groups import (
     load_x_of_groups,
     multiplies,
     no_groups,
+    weight_arguments,
 )
 from ..linear.packed import Packed
 from ..linear.project import OUTPUTS, AddResidual, Gated
@@ -214,14 +215,6 @@ def _down_groups_kernel(
         gdc_wait()
 
 
-def _arguments(linear: LoadedLinear, placeholder) -> dict:
-    """Return the arguments of the kernels that describe the weight."""
-    arguments = linear.arguments(placeholder)
-    for name in ("zero_ptr", "order_ptr", "SCALE_ROWS", "ZEROS", "ORDERED"):
-        del arguments[name]
-    return arguments
-
-
 def gate_up_groups(
     meta, x, linear: LoadedLinear, routes: Routes, out, gated: Gated, sizes: ExpertSizes, *, config: ExpertGroupsConfig,
     pdl=False,
@@ -229,7 +222,7 @@ def gate_up_groups(
     """Compute silu(gate) * up of the experts of each row, as `gate_up_rows`."""
     n = out.shape[1] // sizes.used
     _gate_up_groups_kernel[(config.programs(2 * n), sizes.used, len(x))](
-        meta, x, **_arguments(linear, out), ids_ptr=routes.ids, out_ptr=out, sumsq_ptr=gated.sumsq, eps=gated.eps,
+        meta, x, **weight_arguments(linear, out), ids_ptr=routes.ids, out_ptr=out, sumsq_ptr=gated.sumsq, eps=gated.eps,
         stride_xm=x.stride(0), stride_sumsq=gated.sumsq.stride(0), n_sumsq=gated.partials, N=n, USED=sizes.used,
         SUMSQ_BLOCK=next_power_of_2(max(gated.partials, 1)), WARPS=config.num_warps, PDL=pdl, DOT_FP32=interpreted(),
         **options(config.num_warps, pdl, config.registers),
@@ -243,7 +236,7 @@ def down_groups(
     """Add the products of each row with its experts, times their weights, to the residual stream, as `down_rows`."""
     rows, n = out.shape
     _down_groups_kernel[(config.programs(n), rows)](
-        meta, x, **_arguments(linear, out), ids_ptr=routes.ids, pair_weights_ptr=routes.weights,
+        meta, x, **weight_arguments(linear, out), ids_ptr=routes.ids, pair_weights_ptr=routes.weights,
         norm_ptr=epilogue.norm, out_ptr=out, normed_ptr=epilogue.normed, sumsq_ptr=epilogue.sumsq,
         stride_xm=x.stride(0), stride_om=out.stride(0), stride_normed=epilogue.normed.stride(0),
         stride_sumsq=epilogue.sumsq.stride(0), N=n, USED=sizes.used, WARPS=config.num_warps, PDL=pdl,
