@@ -151,6 +151,16 @@ def test_programs_of_64_rows_that_share_columns_run_at_the_same_time(model):
             assert 64 <= programs <= H200.multiprocessors * (H200.shared_memory_each // (nbytes + 2048))
 
 
+@EVERY_MODEL
+def test_few_programs_of_32_rows_do_not_share_multiprocessors(model):
+    for part in cases_of(model).values():
+        config = choose(part, 32, H200).config
+        programs = -(-part.n // 64) * getattr(config, "split", 1)
+        if isinstance(config, HopperConfig) and part.epilogue == "residual" and programs <= H200.multiprocessors:
+            nbytes = 2 * config.block_k * (config.stages * config.block_n + config.x_stages * 32)
+            assert H200.shared_memory_each // 2 < nbytes < H200.shared_memory - 2048
+
+
 # LM heads
 
 

@@ -41,8 +41,8 @@ WIDE = ((128, 2, 1), (128, 2, 2), (128, 3, 1), (128, 3, 2), (128, 4, 3), (64, 3,
 STAGES = (2, 3, 4, 6, 8)
 # hopper: (rows of a tile, columns of a tile, tiles of the weights in flight, tiles of the activations in flight).
 HOPPER = (
-    (64, 128, 5, 5), (64, 128, 4, 4), (64, 128, 3, 3), (64, 128, 4, 2), (64, 64, 8, 6), (64, 64, 8, 4),
-    (128, 64, 4, 4), (128, 64, 5, 3),
+    (64, 128, 8, 8), (64, 128, 5, 5), (64, 128, 4, 4), (64, 128, 3, 3), (64, 128, 4, 2), (64, 64, 8, 6),
+    (64, 64, 8, 4), (128, 64, 4, 4), (128, 64, 5, 3),
 )  # fmt: skip
 HOPPER_ONE = ((128, 128, 5, 5), (128, 64, 8, 6))  # Tiles for one program per multiprocessor.
 # matmul of packed tensors: (block_n, num_warps, ahead, x_ahead, registers, programs per multiprocessor, fetch).
