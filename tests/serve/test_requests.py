@@ -306,9 +306,9 @@ def test_last_place_in_the_queue_is_taken_once(run_alone):
         assert request.result().token_ids == run_alone(PROMPTS[0])
 
 
-def test_close_ends_a_pending_score_with_an_error(engine):
+def test_close_ends_a_pending_score_with_an_error():
     def scores(end):
-        raised = []
+        raised, pending, ended = [], threading.Event(), threading.Event()
 
         def score(own):
             try:
@@ -317,12 +317,19 @@ def test_close_ends_a_pending_score_with_an_error(engine):
                 raised.append(error)
 
         with build(1) as own:
+            wait = own._driver.wait
+
+            def wait_until_ended(ready):
+                pending.set()
+                assert ended.wait(30)
+                wait(ready)
+
+            own._driver.wait = wait_until_ended
             thread = threading.Thread(target=score, args=(own,))
-            with stepping(own):  # The score request waits until the lock is free.
-                thread.start()
-                while not own._driver._submitted:
-                    time.sleep(0.001)
+            thread.start()
+            assert pending.wait(30)
             end(own)
+            ended.set()
             thread.join(30)
         return raised
 
