@@ -131,11 +131,11 @@ def hopper_rule(case: Case, rows: int, device: Device, batch_invariant: bool) ->
         split = -(-(device.multiprocessors * 8 // 11) * 64 // n)  # Three of four multiprocessors get a program.
         if k < 1024 * split:
             return None
-        config = HopperConfig(64, 128, 4, 4, split=split)
-        if rows <= 32 and case.epilogue == "residual" and -(-n // 64) * split <= device.multiprocessors:
-            # A program needs more than half of the shared memory. Otherwise some multiprocessors run two of them.
+        stages = 4
+        if case.epilogue == "residual" and -(-n // 64) * split <= device.multiprocessors:
+            # A program occupies more than half of the shared memory, so that no multiprocessor runs two of them.
             stages = 8 if k > 8192 else 5
-            config = replace(config, stages=stages, x_stages=stages)
+        config = HopperConfig(64, 128, stages, stages, split=split)
     if rows <= 32:
         return config
     if batch_invariant and (config.programs or case.epilogue == "gated"):
